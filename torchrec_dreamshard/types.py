@@ -77,7 +77,7 @@ class ShardSpec:
     name: str = ""
     """Name used in messages and plans."""
     batch_size: int = 65_536
-    """Samples per step whose lookups reach the shard: the *global* batch for a table-wise shard; default the paper's."""
+    """Samples per step whose lookups reach the shard: the *global* batch if table-wise; default the paper's."""
     reuse_histogram: tuple[float, ...] | None = None
     """Share of unique ids by how often each is used in one batch (17 bins); None when unknown or without lookups."""
     weight_dtype: str = "fp32"
