@@ -150,11 +150,7 @@ class ShardSpec:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ShardSpec:
         """Inverse of ``to_dict``."""
-        known = known_fields(cls, values)
-        missing = sorted({"rows", "dim", "pooling_factor"} - set(known))
-        if missing:
-            raise ValueError(f"ShardSpec lacks the fields {missing}")
-        return cls(**known)
+        return cls(**known_fields(cls, values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,8 +316,8 @@ class PlacementTask:
         """Inverse of ``to_dict``."""
         known = known_fields(cls, values)
         return cls(
-            tuple(ShardSpec.from_dict(shard) for shard in known.get("shards", ())),
-            tuple(DeviceSpec.from_dict(device) for device in known.get("devices", ())),
+            tuple(ShardSpec.from_dict(shard) for shard in known["shards"]),
+            tuple(DeviceSpec.from_dict(device) for device in known["devices"]),
             HardwareSpec.from_dict(known.get("hardware", {})),
         )
 

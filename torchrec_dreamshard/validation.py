@@ -55,11 +55,16 @@ def choice(record: str, name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def known_fields(cls: type, values: Any) -> dict[str, Any]:
-    """``values`` as a dict after checking that ``cls`` has every field."""
+    """``values`` as a dict after checking that ``cls`` has every field and lacks none that it needs."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{cls.__name__} must be a JSON object, got {type(values).__name__}")
-    known = {f.name for f in dataclasses.fields(cls) if f.init}
+    fields = [f for f in dataclasses.fields(cls) if f.init]
+    known = {f.name for f in fields}
     unknown = sorted(set(values) - known)
     if unknown:
         raise ValueError(f"{cls.__name__} has unknown fields {unknown}; known are {sorted(known)}")
+    needed = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}
+    missing = sorted(needed - set(values))
+    if missing:
+        raise ValueError(f"{cls.__name__} lacks the fields {missing}")
     return dict(values)
