@@ -12,10 +12,11 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from torchrec_dreamshard.measurement import FloatArray
+from torchrec_dreamshard.reuse import BIN_MEANS
 from torchrec_dreamshard.types import (
     COMPUTE_DEVICES,
     DTYPE_BYTES,
@@ -26,8 +27,6 @@ from torchrec_dreamshard.types import (
     PlacementTask,
     ShardSpec,
 )
-
-FloatArray = npt.NDArray[np.float64]
 
 SHARD_FEATURES: tuple[str, ...] = (
     "log_rows",
@@ -75,17 +74,6 @@ _NO_HISTOGRAM = (0.0,) * NUM_REUSE_BINS
 _MAX_SCALED = 5.0
 
 
-def _mean_uses_per_bin() -> FloatArray:
-    """Mean use count inside each reuse bin, for counts that fall off as the inverse square (a Zipf-like stream)."""
-    edges = [0, *(2**i for i in range(NUM_REUSE_BINS))]
-    counts = [np.arange(low + 1, high + 1, dtype=np.float64) for low, high in zip(edges, edges[1:], strict=False)]
-    return np.array([(1 / c).sum() / (1 / c**2).sum() for c in counts])
-
-
-MEAN_USES_PER_BIN = _mean_uses_per_bin()
-"""Mean use count of the ids in each reuse bin (the last bin is open and taken as one more octave)."""
-
-
 class TaskTensors(NamedTuple):
     """B tasks, padded to S shards and D devices. Float tensors are float32 unless said otherwise."""
 
@@ -115,7 +103,7 @@ def expected_unique_ids(lookups: FloatArray, rows: FloatArray, histograms: Float
         rows: ``N``.
         histograms: ``N x 17``, all zeros where unknown (ids are then taken as uniform over the rows).
     """
-    mean_uses = histograms @ MEAN_USES_PER_BIN
+    mean_uses = histograms @ BIN_MEANS
     uniform = -rows * np.expm1(-lookups / rows)
     reused = np.minimum(lookups / np.maximum(mean_uses, 1.0), rows)
     return np.where(mean_uses > 0, reused, uniform)
