@@ -20,17 +20,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torchrec_dreamshard.reuse import BIN_EDGES, BIN_MEANS
 from torchrec_dreamshard.types import NUM_REUSE_BINS, ShardSpec
 
 IntArray = npt.NDArray[np.int64]
 
-# A bin holds the counts above LOW up to HIGH. The last one is open; it is taken as one octave like the others.
-_LOW: IntArray = np.array([0, *(2**k for k in range(NUM_REUSE_BINS - 1))], dtype=np.int64)
-_HIGH: IntArray = np.array([2**k for k in range(NUM_REUSE_BINS)], dtype=np.int64)
-# Reuse falls off like a power law: inside a bin, counts are taken as log-uniform.
-_MEAN = np.array(
-    [1.0, 2.0, *((high - low) / np.log(high / low) for low, high in zip(_LOW[2:], _HIGH[2:], strict=True))]
-)
+_LOW: IntArray = BIN_EDGES[:-1].astype(np.int64)  # a bin holds the counts above LOW, up to HIGH
+_HIGH: IntArray = np.append(BIN_EDGES[1:-1], 2 * BIN_EDGES[-2]).astype(np.int64)  # the open bin is taken as one octave
 
 
 class Bags(NamedTuple):
@@ -184,21 +180,22 @@ def _reuse_counts(shares: npt.NDArray[np.float64], num_lookups: int, rows: int) 
     if num_lookups == 0:
         return np.zeros(0, dtype=np.int64)
     limit = min(rows, num_lookups)
-    num_ids = num_lookups / float(shares @ _MEAN)
+    num_ids = num_lookups / float(shares @ BIN_MEANS)
     for _ in range(4):  # rounding to whole ids takes or adds some of the rare, much used ones
         per_bin = _apportion(shares, int(np.clip(round(num_ids), 1, limit)))
         if per_bin @ (_LOW + 1) <= num_lookups <= per_bin @ _HIGH:
             break
-        num_ids *= num_lookups / float(per_bin @ _MEAN)
+        num_ids *= num_lookups / float(per_bin @ BIN_MEANS)
     bins = np.repeat(np.arange(NUM_REUSE_BINS), per_bin)
     low, high = _LOW[bins] + 1, _HIGH[bins]
     rank = np.arange(len(bins)) - np.repeat(np.cumsum(per_bin) - per_bin, per_bin)
-    position = (rank + 0.5) / per_bin[bins]
-    counts: IntArray = np.clip(np.ceil(_LOW[bins] * 2.0**position), low, high).astype(np.int64)
+    position = (rank + 0.5) / per_bin[bins]  # quantile of the power law that `reuse` assumes within a bin
+    counts: IntArray = np.clip(np.ceil(_LOW[bins] / (1 - position / 2)), low, high).astype(np.int64)
     missing = num_lookups - int(counts.sum())
     room = high - counts if missing > 0 else counts - low
     if abs(missing) <= room.sum():
-        return counts + np.sign(missing) * _apportion(room, abs(missing))
+        change = _apportion(room, abs(missing))
+        return counts + change if missing > 0 else counts - change
     # The bins do not allow this many lookups (fewer rows than they need, say): keep their proportions.
     return 1 + _apportion(counts - 1 if counts.max() > 1 else counts, num_lookups - len(counts))
 

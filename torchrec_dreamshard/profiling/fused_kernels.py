@@ -1,0 +1,220 @@
+"""Fused embedding kernels: the tables of one device as FBGEMM's table-batched op runs them in a job.
+
+``SplitTableBatchedEmbeddingBagsCodegen`` looks all of its tables up in one kernel and applies the optimizer
+inside its backward pass, so the time of a device is not the sum of its tables' times. As in TorchRec 1.8, tables
+share a kernel when precision, optimizer, pooling, weighting and memory kernel agree. One code path serves cpu
+and cuda.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+
+from torchrec_dreamshard.errors import MeasurementError
+from torchrec_dreamshard.profiling.timing import PhaseTimes, TimingConfig, time_phases
+from torchrec_dreamshard.profiling.workloads import Bags, fuse_bags, make_bags
+from torchrec_dreamshard.types import ShardSpec
+
+_OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "adam": EmbOptimType.ADAM,
+}
+_PRECISIONS = {"fp32": SparseType.FP32, "fp16": SparseType.FP16, "bf16": SparseType.BF16}
+_LOCATIONS = {
+    "fused": EmbeddingLocation.DEVICE,
+    "fused_uvm": EmbeddingLocation.MANAGED,
+    "fused_uvm_caching": EmbeddingLocation.MANAGED_CACHING,
+}
+_CPU_OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad")  # FBGEMM 1.8
+_CPU_PRECISIONS = ("fp32", "fp16")  # FBGEMM 1.8
+_DEFAULT_CACHE_LOAD_FACTOR = 0.2  # TorchRec 1.8
+_TILE_ELEMENTS = 1 << 20
+_MEMINFO_UNIT = 1024  # "kB"
+
+
+class FusedKernel:
+    """One fused op with its weights, its optimizer and one batch of lookups.
+
+    Args:
+        shards: tables that share a kernel (``group_shards``).
+        device: where it runs.
+        rng: source of weights, lookups and gradients.
+    """
+
+    def __init__(self, shards: Sequence[ShardSpec], device: torch.device, rng: np.random.Generator) -> None:
+        first = shards[0]
+        self._op = _build_op(shards, device)
+        generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
+        _write_weights(self._op, generator)
+        bags = fuse_bags([make_bags(shard, rng) for shard in shards])
+        self._bags = Bags(*(part.to(device) for part in bags))
+        self._weights: torch.Tensor | None = None
+        if first.is_weighted:
+            self._weights = torch.rand(len(bags.indices), generator=generator).to(device)
+        columns = sum(shard.dim * shard.num_features for shard in shards)
+        shape = (first.batch_size, columns) if first.is_pooled else (len(bags.indices), first.dim)
+        self._gradient = torch.rand(shape, generator=generator).to(device)
+        self._output: torch.Tensor | None = None
+
+    def forward(self) -> None:
+        """Looks up and pools; keeps the output for ``backward``."""
+        self._output = self._op(self._bags.indices, self._bags.offsets, per_sample_weights=self._weights)
+
+    def backward(self) -> None:
+        """Sends a gradient back through the last ``forward`` and updates the weights."""
+        if self._output is None:
+            raise RuntimeError("backward() needs a forward() before it")
+        output, self._output = self._output, None
+        output.backward(self._gradient)  # type: ignore[no-untyped-call]
+
+
+def time_device(
+    shards: Sequence[ShardSpec],
+    device: torch.device,
+    config: TimingConfig | None = None,
+    *,
+    rng: np.random.Generator,
+) -> PhaseTimes:
+    """Times what one device runs in a step: the forward, then the backward pass of its fused kernels.
+
+    Args:
+        shards: the device's shards; one without lookups still has its (empty) bags.
+        device: where to run.
+        config: how often to measure.
+        rng: source of weights, lookups and gradients.
+
+    Returns:
+        ``R x 2`` times, forward and backward; zeros when there is nothing to do.
+
+    Raises:
+        MeasurementError: the kernels do not support a shard, or memory ran out.
+    """
+    for shard in shards:
+        _check_supported(shard, device)
+    if not shards:
+        return PhaseTimes(np.zeros((1, 2)), np.ones(1, dtype=np.bool_))
+    _check_memory(shards, device)
+    try:
+        kernels = [FusedKernel(group, device, rng) for group in group_shards(shards)]
+        return time_phases((_all(kernels, "forward"), _all(kernels, "backward")), device, config)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError, NotImplementedError) as error:
+        raise MeasurementError(
+            f"fused kernel of {len(shards)} shards failed on {device}: {_one_line(error)}"
+        ) from error
+
+
+def group_shards(shards: Sequence[ShardSpec]) -> list[list[ShardSpec]]:
+    """Splits a device's shards into those that run fused, in the order of their first shards.
+
+    Sequence outputs of one kernel share a width, and bags share a batch size.
+    """
+    groups: dict[tuple[object, ...], list[ShardSpec]] = {}
+    for shard in shards:
+        width = None if shard.is_pooled else shard.dim
+        key = (shard.batch_size, shard.weight_dtype, shard.optimizer, shard.kernel, shard.is_weighted, width)
+        groups.setdefault(key, []).append(shard)
+    return list(groups.values())
+
+
+def _all(kernels: Sequence[FusedKernel], phase: str) -> Callable[[], None]:
+    runs = [getattr(kernel, phase) for kernel in kernels]
+
+    def run() -> None:
+        for one in runs:
+            one()
+
+    return run
+
+
+def _build_op(shards: Sequence[ShardSpec], device: torch.device) -> Any:
+    first = shards[0]
+    on_cuda = device.type == "cuda"
+    location = _LOCATIONS[first.kernel] if on_cuda else EmbeddingLocation.HOST
+    compute = ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU
+    # One cache serves all tables of the kernel; TorchRec sizes it by the mean over rows.
+    cached_rows = sum((shard.cache_load_factor or _DEFAULT_CACHE_LOAD_FACTOR) * shard.rows for shard in shards)
+    return SplitTableBatchedEmbeddingBagsCodegen(
+        [(shard.rows, shard.dim, location, compute) for shard in shards],
+        feature_table_map=[table for table, shard in enumerate(shards) for _ in range(shard.num_features)],
+        cache_load_factor=cached_rows / sum(shard.rows for shard in shards),
+        weights_precision=_PRECISIONS[first.weight_dtype],
+        output_dtype=SparseType.FP32,
+        optimizer=_OPTIMIZERS[first.optimizer],
+        pooling_mode=PoolingMode.SUM if first.is_pooled else PoolingMode.NONE,
+        device=device,
+    )
+
+
+def _write_weights(op: Any, generator: torch.Generator) -> None:
+    """Writes every weight: untouched pages of a fresh allocation all map to one page of zeros, which lies in cache.
+
+    A repeated tile of random numbers is written at the speed of memory; drawing each would take far longer.
+    """
+    for weights in op.split_embedding_weights():
+        flat = weights.detach().view(-1)
+        size = min(_TILE_ELEMENTS, flat.numel())
+        tile = (torch.rand(size, generator=generator) - 0.5).to(device=flat.device, dtype=flat.dtype)
+        whole = flat.numel() // size * size
+        flat[:whole].view(-1, size).copy_(tile)
+        flat[whole:].copy_(tile[: flat.numel() - whole])
+
+
+def _check_supported(shard: ShardSpec, device: torch.device) -> None:
+    on_cpu = device.type == "cpu"
+    kernels = ("fused",) if on_cpu else tuple(_LOCATIONS)
+    precisions = _CPU_PRECISIONS if on_cpu else tuple(_PRECISIONS)
+    optimizers = _CPU_OPTIMIZERS if on_cpu else tuple(_OPTIMIZERS)
+    rules = (
+        ("dim", shard.dim, shard.dim % 4 == 0, "a multiple of 4"),
+        ("kernel", shard.kernel, shard.kernel in kernels, "one of " + ", ".join(kernels)),
+        ("weight_dtype", shard.weight_dtype, shard.weight_dtype in precisions, "one of " + ", ".join(precisions)),
+        ("optimizer", shard.optimizer, shard.optimizer in optimizers, "one of " + ", ".join(optimizers)),
+    )
+    for name, value, holds, rule in rules:
+        if not holds:
+            raise MeasurementError(
+                f"shard {shard.name!r} cannot be measured: fused kernels on {device.type} need {name} to be {rule}, "
+                f"got {value!r}"
+            )
+
+
+def _check_memory(shards: Sequence[ShardSpec], device: torch.device) -> None:
+    """Refuses what cannot fit: Linux promises memory that it lacks, and then kills the process that uses it."""
+    if device.type != "cpu":
+        return
+    needed = sum(shard.weight_bytes + _optimizer_bytes(shard) for shard in shards)
+    available = _available_host_bytes()
+    if needed > available:
+        raise MeasurementError(
+            f"{len(shards)} shards need {needed:,} bytes of host memory, but {available:,} are available"
+        )
+
+
+def _optimizer_bytes(shard: ShardSpec) -> int:
+    values_per_row = {"rowwise_adagrad": 1, "adagrad": shard.dim, "adam": 2 * shard.dim}
+    return 4 * shard.rows * values_per_row.get(shard.optimizer, 0)
+
+
+def _available_host_bytes() -> int:
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * _MEMINFO_UNIT
+    raise MeasurementError("cannot tell how much memory is available: /proc/meminfo has no MemAvailable")
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
