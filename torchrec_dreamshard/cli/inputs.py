@@ -52,11 +52,12 @@ def load_object(text: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        return getattr(importlib.import_module(module), name)
+        loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ValueError(f"{text}: cannot import it, there is no module {error.name!r}") from error
-    except AttributeError as error:
-        raise ValueError(f"{text}: module {module!r} has no {name!r}") from error
+    if not hasattr(loaded, name):
+        raise ValueError(f"{text}: module {module!r} has no {name!r}")
+    return getattr(loaded, name)
 
 
 def add_task_arguments(parser: argparse.ArgumentParser, *, num_tasks: int) -> None:
