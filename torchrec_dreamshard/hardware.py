@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torchrec_dreamshard.types import HardwareSpec
@@ -30,7 +31,7 @@ LINKS_GB_S: Mapping[str, float] = {
     "network_200g": 24.2,  # one 200 Gb/s NIC: 25 x 0.97
     "network_400g": 48.5,  # one 400 Gb/s NIC [nccl 267]
     "ethernet": 1.2,  # 10 Gb/s x 0.97, a plain cpu host
-    "loopback": 1.3,  # ranks of one cpu host: fitted to measured exchanges of 4 processes (see benchmarks)
+    "loopback": 0.48,  # ranks of one cpu host: fitted to measured exchanges of 4 and 8 processes (see benchmarks)
 }
 """Effective bandwidth of one device over each kind of link, 1e9 bytes/s in each direction."""
 
@@ -39,7 +40,7 @@ HARDWARE: Mapping[str, HardwareSpec] = {
     for spec in (
         HardwareSpec(
             name="v100",
-            memory_gb_s=817.0,  # measured [perf]; nominal 900
+            memory_gb_s=855.0,  # between 817 measured and 900 nominal [perf]; fitted to its kernels
             cache_mb=6.29,  # 6 MiB [perf]
             intra_host_gb_s=LINKS_GB_S["nvlink2"],
             inter_host_gb_s=LINKS_GB_S["network_100g"],
@@ -68,7 +69,7 @@ HARDWARE: Mapping[str, HardwareSpec] = {
         HardwareSpec(
             name="cpu",
             compute_device="cpu",
-            memory_gb_s=54.8,  # 51 GiB/s [torchrec]
+            memory_gb_s=7.0,  # one thread on random rows: fitted to measured kernels of 4 one-thread processes
             cache_mb=32.0,  # last-level cache of a common server core complex
             intra_host_gb_s=LINKS_GB_S["loopback"],
             inter_host_gb_s=LINKS_GB_S["ethernet"],
@@ -76,6 +77,34 @@ HARDWARE: Mapping[str, HardwareSpec] = {
     )
 }
 """Named devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceDetails:
+    """What the analytic kernel model needs beyond ``HardwareSpec``."""
+
+    cache_gb_s: float
+    """Bandwidth of the last-level cache, 1e9 bytes/s."""
+    host_link_gb_s: float
+    """Bandwidth of kernels that read host memory in place, 1e9 bytes/s in each direction."""
+
+
+_DETAILS: Mapping[str, DeviceDetails] = {
+    "v100": DeviceDetails(cache_gb_s=2847.0, host_link_gb_s=11.0),  # measured [perf]; PCIe 3: a quarter of the H100's
+    "a100": DeviceDetails(cache_gb_s=2271.0, host_link_gb_s=22.0),  # measured on 40 GB [perf]; PCIe 4: half of it
+    "h100": DeviceDetails(cache_gb_s=5600.0, host_link_gb_s=44.0),  # chipsandcheese.com 2023-07-02; PCIe 5, fitted
+    "h200": DeviceDetails(cache_gb_s=5600.0, host_link_gb_s=44.0),  # as h100
+    "cpu": DeviceDetails(cache_gb_s=28.0, host_link_gb_s=7.0),  # assumed; host memory is its own memory
+}
+
+
+def device_details(hardware: HardwareSpec) -> DeviceDetails:
+    """Details of the named device; for other names in the proportion of an H100."""
+    if hardware.name in _DETAILS:
+        return _DETAILS[hardware.name]
+    if hardware.compute_device == "cpu":
+        return DeviceDetails(cache_gb_s=4 * hardware.memory_gb_s, host_link_gb_s=hardware.memory_gb_s)
+    return DeviceDetails(cache_gb_s=1.9 * hardware.memory_gb_s, host_link_gb_s=0.015 * hardware.memory_gb_s)
 
 
 def named_hardware(
