@@ -1,0 +1,8 @@
+"""DreamShard inside TorchRec: the only part of the package that imports ``torchrec``."""
+
+from torchrec_dreamshard.planner.partitioner import DreamShardPartitioner
+from torchrec_dreamshard.planner.perf_model import LearnedPerfModel
+from torchrec_dreamshard.planner.planner import DreamShardPlanner
+from torchrec_dreamshard.planner.proposer import DreamShardProposer
+
+__all__ = ["DreamShardPartitioner", "DreamShardPlanner", "DreamShardProposer", "LearnedPerfModel"]

@@ -1,0 +1,140 @@
+"""Checks of what the user gives, and of the finished plan, that TorchRec leaves out.
+
+Each error names the table or module, what was expected and what came. What TorchRec ignores in silence (misspelled
+names, subclasses without a sharder) is warned about.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+
+from torchrec_dreamshard.planner.adapter import shardable_modules, table_configs
+from torchrec_dreamshard.planner.costs import check_ranks
+from torchrec_dreamshard.planner.errors import PlannerInputError
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_FACTORS = [1.0]
+
+
+def check_topology(topology: Topology) -> None:
+    """Refuses a world that does not divide into hosts: TorchRec loses the ranks that are left over.
+
+    Raises:
+        PlannerInputError: also a ValueError.
+    """
+    world, local, group = topology.world_size, topology.local_world_size, topology.intra_group_size
+    for name, size in (("local_world_size", local), ("local_world_size times pod_size", group)):
+        if size < 1 or world % size:
+            raise PlannerInputError(
+                f"the topology's world size must be a multiple of its {name}, got world size {world} and {size}"
+            )
+
+
+def check_inputs(
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    constraints: Mapping[str, ParameterConstraints] | None,
+    names: Mapping[str, Iterable[str]],
+) -> None:
+    """Checks constraints against the tables they name, and looks for tables that nothing will shard.
+
+    Args:
+        module: the model.
+        sharders: the sharders in use.
+        constraints: by table name.
+        names: further tables that the user names, by the argument that names them.
+
+    Raises:
+        PlannerInputError: a constraint's lists do not match the table's features.
+    """
+    features: dict[str, int] = {}
+    tables: set[str] = set()
+    for _, child, sharder in shardable_modules(module, sharders):
+        configs = table_configs(child)
+        for name in sharder.shardable_parameters(child):
+            tables.add(name)
+            if name in configs:
+                features[name] = len(configs[name].feature_names)
+    for argument, given in {"constraints": constraints or {}, **names}.items():
+        unknown = sorted(set(given) - tables)
+        if unknown:
+            logger.warning("%s name tables that no sharder handles, they have no effect: %s", argument, unknown)
+    for name, constraint in sorted((constraints or {}).items()):
+        if name in features:
+            _check_lengths(name, constraint, features[name])
+    _warn_unsharded(module, sharders)
+
+
+def _check_lengths(name: str, constraint: ParameterConstraints, num_features: int) -> None:
+    for field in ("pooling_factors", "num_poolings", "batch_sizes"):
+        values = getattr(constraint, field)
+        if values is None or (field == "pooling_factors" and list(values) == _DEFAULT_FACTORS):
+            continue
+        if len(values) != num_features:
+            raise PlannerInputError(
+                f"constraints[{name!r}].{field} must have one value for each of the table's {num_features} features, "
+                f"got {len(values)}: {list(values)}"
+            )
+        if any(not value >= 0 or value == float("inf") for value in values):  # also catches NaN
+            raise PlannerInputError(
+                f"constraints[{name!r}].{field} must be finite numbers of at least 0, got {list(values)}"
+            )
+
+
+def _warn_unsharded(module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
+    handled = {id(inner) for _, child, _ in shardable_modules(module, sharders) for inner in child.modules()}
+    by_name = {sharder_name(sharder.module_type): sharder for sharder in sharders}
+    for path, child in module.named_modules():
+        collection = isinstance(child, (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface))
+        if not collection or id(child) in handled or sharder_name(type(child)) in by_name:
+            continue
+        base = next((s for s in sharders if isinstance(child, s.module_type)), None)
+        why = (
+            f"TorchRec matches types exactly, so the sharder of its base {base.module_type.__name__} is not used"
+            if base is not None
+            else "no sharder for its type was given"
+        )
+        logger.warning("module %r (%s) will not be sharded: %s", path, type(child).__name__, why)
+
+
+def check_complete(
+    plan: Sequence[ShardingOption],
+    module: nn.Module,
+    sharders: Sequence[ModuleSharder[nn.Module]],
+    topology: Topology,
+    constraints: Mapping[str, ParameterConstraints] | None,
+) -> None:
+    """Checks that every table of every sharded module is in the plan, with ranks of the topology.
+
+    A table that is missing would surface as a KeyError inside ``DistributedModelParallel``.
+
+    Raises:
+        PlannerError: names the table.
+    """
+    planned = {(option.path, option.name) for option in plan}
+    for path, child, sharder in shardable_modules(module, sharders):
+        for name in sharder.shardable_parameters(child):
+            group = constraints[name].device_group if constraints and name in constraints else None
+            if group and group != topology.compute_device:
+                continue
+            if (path, name) not in planned:
+                raise PlannerError(
+                    f"table {name} of module {path!r} is not in the plan: a callback or a loaded plan left it out",
+                    PlannerErrorType.MISSING_MODULE_IN_PLAN,
+                )
+    for option in plan:
+        check_ranks(option, topology.world_size)

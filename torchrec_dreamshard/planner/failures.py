@@ -1,0 +1,41 @@
+"""The error when no plan exists: which table, how many bytes, and what can be done."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Storage, Topology
+from torchrec.distributed.planner.utils import storage_repr_in_gb
+
+if TYPE_CHECKING:
+    from torchrec_dreamshard.planner.search import Search
+
+
+def no_plan_error(search: Search, topology: Topology, constraint: Topology, batch_size: int) -> PlannerError:
+    """TorchRec's error for a model without a plan, with the same type, led by what did not fit.
+
+    Args:
+        search: the failed search.
+        topology: the devices as given.
+        constraint: the devices after the reservation.
+        batch_size: samples per rank.
+    """
+    there = Storage(0, 0, 0)
+    for device in constraint.devices:
+        there += device.storage
+    needed = search.lowest_storage
+    too_large = needed is not None and not needed.fits_in(there)
+    reason = str(search.last_error) if search.last_error is not None else "no proposal was made"
+    text = (
+        f"Unable to find a plan: {reason}\n"
+        f"{search.num_proposals} proposals were tried. All tables need {storage_repr_in_gb(needed)}, "
+        f"{storage_repr_in_gb(there)} are there for them on {topology.world_size} devices of "
+        f"{storage_repr_in_gb(topology.devices[0].storage)} each, after the reservation.\n"
+        "Possible solutions:\n"
+        f"  1) more devices (now {topology.world_size}) or devices with more memory\n"
+        "  2) smaller tables, or weights of lower precision\n"
+        f"  3) a smaller batch (now {batch_size} samples per rank) or storage reservation\n"
+        "  4) fewer constraints: allow column_wise, row_wise or fused_uvm_caching for the table named above"
+    )
+    kind = PlannerErrorType.INSUFFICIENT_STORAGE if too_large else PlannerErrorType.STRICT_CONSTRAINTS
+    return PlannerError(text, kind)

@@ -1,0 +1,39 @@
+"""The learned step time as TorchRec's ``PerfModel``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchrec.distributed.planner.types import PerfModel, ShardingOption, Topology
+
+from torchrec_dreamshard.planner.costs import CostSource
+
+if TYPE_CHECKING:
+    from torchrec_dreamshard.agent import Agent
+
+
+class LearnedPerfModel(PerfModel):  # type: ignore[misc]
+    """Rates plans by their predicted step. Usable alone inside TorchRec's ``EmbeddingShardingPlanner``.
+
+    Args:
+        topology: the devices.
+        agent: an agent, a name or path to load, or None for the one shipped for the topology's device.
+    """
+
+    def __init__(self, topology: Topology, agent: Agent | CostSource | str | Path | None = None) -> None:
+        self._topology = topology
+        self._source = CostSource.of(agent)
+
+    def rate(self, plan: list[ShardingOption]) -> float:
+        """Predicted step of a plan in ms; lower is better.
+
+        Args:
+            plan: one option per table; every shard has a rank.
+
+        Raises:
+            PlannerError: a rank is missing or unknown, or the prediction is not finite.
+        """
+        step_ms = self._source.on(self._topology).breakdown(plan).step_ms
+        assert step_ms is not None  # breakdown refuses costs without a step
+        return step_ms

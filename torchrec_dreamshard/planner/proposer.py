@@ -1,0 +1,254 @@
+"""How each table is sharded: proposals that follow the learned cost.
+
+The first proposal takes the least work per table. Each later one changes what makes the slowest devices slow: it
+splits, replicates or re-types tables there, judged first on the predicted step with the changed shards put on the
+least loaded devices, then by the partitioner's real placement. A change that does not pay is never tried again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from torchrec.distributed.planner.types import Enumerator, PartitionByType, Proposer, ShardingOption, Topology
+
+from torchrec_dreamshard.planner import choices
+from torchrec_dreamshard.planner.choices import Choice, TableKey
+from torchrec_dreamshard.planner.costs import CostSource, PlanCosts, lives_whole
+from torchrec_dreamshard.planner.enumerator import variant_order
+
+if TYPE_CHECKING:
+    from torchrec_dreamshard.agent import Agent
+
+_MIN_GAIN = 1e-3  # a change must pay more than this share of the step
+_MAX_TRIALS = 12  # predicted changes per proposal
+_MAX_FAILURES = 3
+_MAX_REPAIRS = 12
+
+Ranks = dict[TableKey, tuple[int, ...]]
+
+
+class DreamShardProposer(Proposer):  # type: ignore[misc]
+    """Proposes how each table is sharded. Usable alone inside TorchRec's ``EmbeddingShardingPlanner``.
+
+    Args:
+        agent: an agent, a name or path to load, or None for the one shipped for the topology's device.
+        topology: the devices; None waits for the first feedback, which brings them.
+        time_budget_s: proposals stop this long after ``load``.
+        max_proposals: bound of the proposals.
+        bound: names of tables that are pinned or kept together, so that they must live whole.
+    """
+
+    def __init__(
+        self,
+        agent: Agent | CostSource | str | Path | None = None,
+        *,
+        topology: Topology | None = None,
+        time_budget_s: float = 10.0,
+        max_proposals: int = 24,
+        bound: Sequence[str] = (),
+    ) -> None:
+        self._source = CostSource.of(agent)
+        self._given_topology = topology
+        self._time_budget_s = time_budget_s
+        self._max_proposals = max_proposals
+        self._bound = tuple(bound)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._topology = self._given_topology
+        self._tables: dict[TableKey, list[ShardingOption]] = {}
+        self._next: Choice | None = None
+        self._best: Choice | None = None
+        self._best_ranks: Ranks = {}
+        self._best_ms = float("inf")
+        self._tried: set[tuple[TableKey, int]] = set()
+        self._batch = 1
+        self._failures = 0
+        self._repairs = 0
+        self._num_proposed = 0
+        self._deadline = time.monotonic() + self._time_budget_s
+
+    def load(
+        self,
+        search_space: list[ShardingOption],
+        enumerator: Enumerator | None = None,
+    ) -> None:
+        """Starts anew on a search space; nothing of an earlier plan is kept."""
+        self._reset()
+        self._tables = choices.group_options(search_space, self._bound)
+        if self._topology is None:
+            self._next = choices.plainest(self._tables)
+        else:
+            self._next = choices.cheapest(self._tables, choices.capacities(self._topology), self._costs())
+
+    def propose(self) -> list[ShardingOption] | None:
+        """The next proposal, one option per table; None when no change promises anything, or time is over."""
+        late = self._num_proposed > 0 and time.monotonic() > self._deadline
+        if not self._next or late or self._num_proposed >= self._max_proposals:
+            return None
+        self._num_proposed += 1
+        return list(self._next.values())
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """Learns what became of the last proposal and prepares the next one."""
+        choice, self._next = self._next, None
+        if choice is None:
+            return
+        new_topology = self._topology is None and storage_constraint is not None
+        if storage_constraint is not None:
+            self._topology = storage_constraint
+        if self._topology is None:
+            return
+        if partitionable and perf_rating is not None and perf_rating < self._best_ms * (1 - _MIN_GAIN):
+            self._best, self._best_ms, self._failures = choice, perf_rating, 0
+            ranks = {(o.path, o.name): tuple(cast(int, s.rank) for s in o.shards) for o in plan or choice.values()}
+            self._best_ranks = ranks
+        elif self._best is not None:
+            self._failures += 1
+            self._batch = max(1, self._batch // 4)
+        if self._best is None:
+            self._next = self._repaired(choice, start_over=new_topology)
+        elif self._failures < _MAX_FAILURES and time.monotonic() < self._deadline:
+            self._next = self._improved()
+
+    def _costs(self) -> PlanCosts:
+        assert self._topology is not None
+        return self._source.on(self._topology)
+
+    def _repaired(self, choice: Choice, *, start_over: bool) -> Choice | None:
+        """What to try after a proposal that could not be placed."""
+        assert self._topology is not None
+        capacity = choices.capacities(self._topology)
+        self._repairs += 1
+        if self._repairs > _MAX_REPAIRS:
+            return None
+        if start_over:
+            fitting = choices.cheapest(self._tables, capacity, self._costs())
+            if fitting != choice:
+                return fitting
+        # every failure asks for more: finer shards and a little more room in HBM
+        room = capacity.sum(axis=0) * (0.95 - 0.05 * self._repairs)
+        relieved = choices.relieve(self._tables, choice, room, self._costs())
+        split = choices.finer(self._tables, relieved, 2 ** (self._repairs - 1))
+        return split or (relieved if relieved != choice else None)
+
+    def _improved(self) -> Choice | None:
+        """The best plan with the changes that promise most on its slowest devices; None when none does."""
+        assert self._best is not None
+        costs = self._costs()
+        if self._num_proposed == 1:
+            self._batch = max(1, costs.world_size // 16)
+        search = _ChangeSearch(self._tables, self._best, self._best_ranks, costs, self._tried, self._deadline)
+        changes = search.changes(self._batch)
+        self._tried.update((key, id(option)) for key, option in changes.items())
+        return {**self._best, **changes} if changes else None
+
+
+class _ChangeSearch:
+    """Finds changes of a placed choice that make its predicted step fall."""
+
+    def __init__(
+        self,
+        tables: Mapping[TableKey, Sequence[ShardingOption]],
+        choice: Choice,
+        ranks: Ranks,
+        costs: PlanCosts,
+        tried: set[tuple[TableKey, int]],
+        deadline: float,
+    ) -> None:
+        self._tables, self._choice, self._ranks = tables, choice, ranks
+        self._costs, self._tried, self._deadline = costs, tried, deadline
+        cost = self._step(choice, ranks)
+        self._step_ms = cast(float, cost.step_ms)
+        device_ms = cost.device_ms
+        self._device_ms = np.zeros(costs.world_size) if device_ms is None else np.array(device_ms)
+
+    def changes(self, count: int) -> Choice:
+        """Up to ``count`` changes, at most one per table."""
+        found: Choice = {}
+        scored: list[tuple[float, TableKey, ShardingOption]] = []
+        for key, option in self._candidates(count):
+            if len(scored) >= _MAX_TRIALS and count == 1 or time.monotonic() > self._deadline:
+                break
+            if count > 1:  # too many devices to judge one by one: the placement of all together decides
+                scored.append((-1.0, key, option))
+                continue
+            step = self._try(key, option)
+            self._tried.add((key, id(option)))
+            scored.append((step - self._step_ms, key, option))
+        scored.sort(key=lambda entry: (entry[0], entry[1], variant_order(entry[2])))
+        for gain, key, option in scored:
+            if gain < -_MIN_GAIN * self._step_ms and key not in found and len(found) < count:
+                found[key] = option
+        return found
+
+    def _candidates(self, count: int) -> list[tuple[TableKey, ShardingOption]]:
+        """Untried options of tables on the slowest devices, the heaviest tables first."""
+        slowest = np.argsort(-self._device_ms, kind="stable")[: max(2, count)]
+        out: list[tuple[TableKey, ShardingOption]] = []
+        seen: set[TableKey] = set()
+        on_device: dict[int, list[TableKey]] = {}
+        for key, ranks in self._ranks.items():
+            if self._choice[key].partition_by != PartitionByType.UNIFORM.value:
+                for rank in set(ranks):
+                    on_device.setdefault(rank, []).append(key)
+        uniform = [k for k, o in self._choice.items() if o.partition_by == PartitionByType.UNIFORM.value]
+        for rank in slowest:
+            heavy = sorted(on_device.get(int(rank), []), key=lambda k: (-self._costs.option_ms(self._choice[k]), k))
+            for key in [*heavy[: 4 if count == 1 else 1], *(uniform if count == 1 else [])]:
+                if key in seen:
+                    continue
+                seen.add(key)
+                others = [
+                    o for o in self._tables[key] if o is not self._choice[key] and (key, id(o)) not in self._tried
+                ]
+                out.extend((key, option) for option in (others if count == 1 else others[:1]))
+        return out
+
+    def _try(self, key: TableKey, option: ShardingOption) -> float:
+        """Predicted step with one table changed, its shards on the least loaded devices."""
+        load = self._device_ms.copy()
+        now = self._choice[key]
+        for rank in self._ranks[key]:
+            load[rank] -= self._costs.option_ms(now)
+        if not lives_whole(option):
+            width = option.num_shards
+            ranks = tuple(range(width)) if width == len(load) else _lightest_block(load, width)
+        else:
+            own = self._costs.option_ms(option)
+            chosen = []
+            for _ in option.shards:
+                chosen.append(int(load.argmin()))
+                load[chosen[-1]] += own
+            ranks = tuple(chosen)
+        cost = self._step({**self._choice, key: option}, {**self._ranks, key: ranks})
+        return cast(float, cost.step_ms)
+
+    def _step(self, choice: Choice, ranks: Ranks):  # type: ignore[no-untyped-def]
+        plan = list(choice.values())
+        for key, option in choice.items():
+            for shard, rank in zip(option.shards, ranks[key], strict=True):
+                shard.rank = rank
+        try:
+            return self._costs.breakdown(plan)
+        finally:
+            for option in plan:
+                for shard in option.shards:
+                    shard.rank = None
+
+
+def _lightest_block(load: np.ndarray, width: int) -> tuple[int, ...]:
+    """The aligned block of ``width`` devices (a host, or several) whose busiest device is least loaded."""
+    starts = range(0, len(load) - width + 1, width)
+    start = min(starts, key=lambda first: (float(load[first : first + width].max()), first))
+    return tuple(range(start, start + width))

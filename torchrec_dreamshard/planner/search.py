@@ -1,0 +1,118 @@
+"""The loop of proposing, placing and rating, bounded in time; the best plan so far survives everything."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Sequence
+
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    Partitioner,
+    PerfModel,
+    PlannerError,
+    Proposer,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+from torchrec.distributed.planner.utils import reset_shard_rank
+
+from torchrec_dreamshard.planner.partitioner import DreamShardPartitioner
+
+logger = logging.getLogger(__name__)
+
+_SHARE_OF_REST = 0.3  # of the time that is left, for one placement
+
+
+class Search:
+    """One search over the proposals of several proposers.
+
+    Args:
+        proposers: asked one after the other.
+        partitioner: places proposals.
+        perf_model: rates plans.
+        deadline: on ``time.monotonic``; the first proposal is placed whatever the time.
+    """
+
+    def __init__(
+        self,
+        proposers: Sequence[Proposer],
+        partitioner: Partitioner,
+        perf_model: PerfModel,
+        *,
+        deadline: float,
+    ) -> None:
+        self._proposers = proposers
+        self._partitioner = partitioner
+        self._perf_model = perf_model
+        self._deadline = deadline
+        self.best_rating = math.inf
+        self.num_proposals = 0
+        self.num_plans = 0
+        self.last_error: PlannerError | None = None
+        self.last_proposal: list[ShardingOption] = []
+        self.lowest_storage: Storage | None = None
+        """Storage of the leanest proposal that could not be placed."""
+        self._best: list[ShardingOption] | None = None
+
+    def run(
+        self, space: list[ShardingOption], enumerator: Enumerator, constraint: Topology
+    ) -> list[ShardingOption] | None:
+        """The best plan, a copy with ranks; None where nothing could be placed."""
+        for proposer in self._proposers:
+            proposer.load(search_space=space, enumerator=enumerator)
+        for proposer in self._proposers:
+            seen: dict[frozenset[int], tuple[bool, list[ShardingOption], float | None]] = {}
+            while not self._late() and (proposal := proposer.propose()):
+                key = frozenset(map(id, proposal))
+                if key not in seen:
+                    self.num_proposals += 1
+                    seen[key] = self._evaluate(proposal, constraint)
+                partitionable, plan, rating = seen[key]
+                proposer.feedback(
+                    partitionable=partitionable, plan=plan, perf_rating=rating, storage_constraint=constraint
+                )
+                reset_shard_rank(proposal)
+        return self._best
+
+    def _late(self) -> bool:
+        return self.num_proposals > 0 and time.monotonic() >= self._deadline
+
+    def _evaluate(
+        self, proposal: list[ShardingOption], constraint: Topology
+    ) -> tuple[bool, list[ShardingOption], float | None]:
+        if isinstance(self._partitioner, DreamShardPartitioner):
+            left = self._deadline - time.monotonic()
+            self._partitioner.time_budget_s = max(0.05, left * _SHARE_OF_REST)
+        try:
+            plan = self._partitioner.partition(proposal=proposal, storage_constraint=constraint)
+            rating = float(self._perf_model.rate(plan=plan))
+        except PlannerError as error:
+            self.last_error, self.last_proposal = error, snapshot(proposal)
+            storage = Storage(0, 0, 0)
+            for option in proposal:
+                storage += option.total_storage
+            if self.lowest_storage is None or storage < self.lowest_storage:
+                self.lowest_storage = storage
+            return False, proposal, None
+        self.num_plans += 1
+        if math.isnan(rating):
+            raise PlannerError(f"{type(self._perf_model).__name__} rated a plan NaN; ratings must be numbers")
+        if rating < self.best_rating or self._best is None:
+            self.best_rating, self._best = rating, snapshot(plan)
+            logger.debug("proposal %d: %.4f ms", self.num_proposals, rating)
+        return True, plan, rating
+
+
+def snapshot(plan: Sequence[ShardingOption]) -> list[ShardingOption]:
+    """A copy of a plan that later proposals cannot touch; estimates are shared."""
+    copied = []
+    for option in plan:
+        twin = copy.copy(option)
+        twin.shards = [dataclasses.replace(shard) for shard in option.shards]
+        copied.append(twin)
+    return copied
