@@ -3,7 +3,7 @@
 import pytest
 
 from torchrec_dreamshard.pool import load_public_pool
-from torchrec_dreamshard.reuse import mean_reuse, rescale_histogram, unique_rows
+from torchrec_dreamshard.reuse import mean_reuse, power_law_histogram, rescale_histogram, unique_rows
 from torchrec_dreamshard.types import NUM_REUSE_BINS, ShardSpec
 
 
@@ -39,3 +39,10 @@ def test_rescaling_thins_and_keeps_the_sum():
     assert mean_reuse(rescale_histogram(heavy, 0.25)) == pytest.approx(mean_reuse(heavy) / 4, rel=0.15)
     singles = rescale_histogram(histogram(bin0=1.0), 0.01)
     assert singles[0] > 0.99
+
+
+def test_power_law_matches_published_unique_rows():
+    # Ten tables of 1,677,721 rows, 104,857 ids each with exponent 1.05: 350,280 distinct rows (NVIDIA recsys-examples).
+    bins = power_law_histogram(1_677_721, 104_857, 1.05)
+    shard = ShardSpec(rows=1_677_721, dim=128, pooling_factor=1, batch_size=104_857, reuse_histogram=bins)
+    assert 10 * unique_rows(shard) == pytest.approx(350_280, rel=0.1)

@@ -31,7 +31,7 @@ LINKS_GB_S: Mapping[str, float] = {
     "network_200g": 24.2,  # one 200 Gb/s NIC: 25 x 0.97
     "network_400g": 48.5,  # one 400 Gb/s NIC [nccl 267]
     "ethernet": 1.2,  # 10 Gb/s x 0.97, a plain cpu host
-    "loopback": 0.48,  # ranks of one cpu host: fitted to measured exchanges of 4 and 8 processes (see benchmarks)
+    "loopback": 0.43,  # ranks of one cpu host: fitted to measured exchanges of 4 and 8 processes (see benchmarks)
 }
 """Effective bandwidth of one device over each kind of link, 1e9 bytes/s in each direction."""
 
@@ -40,7 +40,7 @@ HARDWARE: Mapping[str, HardwareSpec] = {
     for spec in (
         HardwareSpec(
             name="v100",
-            memory_gb_s=855.0,  # between 817 measured and 900 nominal [perf]; fitted to its kernels
+            memory_gb_s=860.0,  # between 817 measured and 900 nominal [perf]; fitted to its kernels
             cache_mb=6.29,  # 6 MiB [perf]
             intra_host_gb_s=LINKS_GB_S["nvlink2"],
             inter_host_gb_s=LINKS_GB_S["network_100g"],
@@ -90,10 +90,10 @@ class DeviceDetails:
 
 
 _DETAILS: Mapping[str, DeviceDetails] = {
-    "v100": DeviceDetails(cache_gb_s=2847.0, host_link_gb_s=11.0),  # measured [perf]; PCIe 3: a quarter of the H100's
-    "a100": DeviceDetails(cache_gb_s=2271.0, host_link_gb_s=22.0),  # measured on 40 GB [perf]; PCIe 4: half of it
-    "h100": DeviceDetails(cache_gb_s=5600.0, host_link_gb_s=44.0),  # chipsandcheese.com 2023-07-02; PCIe 5, fitted
-    "h200": DeviceDetails(cache_gb_s=5600.0, host_link_gb_s=44.0),  # as h100
+    "v100": DeviceDetails(cache_gb_s=2847.0, host_link_gb_s=10.5),  # measured [perf]; PCIe 3: a quarter of the H100's
+    "a100": DeviceDetails(cache_gb_s=2271.0, host_link_gb_s=21.0),  # measured on 40 GB [perf]; PCIe 4: half of it
+    "h100": DeviceDetails(cache_gb_s=5600.0, host_link_gb_s=42.0),  # chipsandcheese.com 2023-07-02; PCIe 5, fitted
+    "h200": DeviceDetails(cache_gb_s=5600.0, host_link_gb_s=42.0),  # as h100
     "cpu": DeviceDetails(cache_gb_s=28.0, host_link_gb_s=7.0),  # assumed; host memory is its own memory
 }
 

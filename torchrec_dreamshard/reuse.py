@@ -48,16 +48,34 @@ def unique_rows(shard: ShardSpec) -> float:
     return min(lookups / mean_reuse(shard.reuse_histogram), lookups, float(shard.rows))
 
 
+def poisson_bins(rates: FloatArray) -> FloatArray:
+    """Probability that an id with a Poisson number of uses falls into each bin, ``R x NUM_REUSE_BINS``.
+
+    Args:
+        rates: ``R``, mean uses. Rows add up to the probability of being used at all.
+    """
+    rate = torch.as_tensor(rates, dtype=torch.float64)[:, None]
+    edges = torch.as_tensor(BIN_EDGES[1:-1], dtype=torch.float64)[None, :]
+    at_most = torch.special.gammaincc(edges + 1, rate.expand(-1, edges.shape[1]))  # Poisson CDF at each edge
+    bounds = torch.cat([torch.exp(-rate), at_most, torch.ones_like(rate)], dim=1)
+    return np.asarray(torch.diff(bounds, dim=1).clamp(min=0))
+
+
 def rescale_histogram(histogram: tuple[float, ...], ratio: float) -> tuple[float, ...]:
     """The histogram of a batch that is ``ratio`` times as large.
 
     An id used ``c`` times is used Poisson(``c * ratio``) times in the new batch. Ids that only a larger batch
     would bring are unknown and left out.
     """
-    rate = torch.as_tensor(BIN_MEANS * ratio, dtype=torch.float64)[:, None]
-    edges = torch.as_tensor(BIN_EDGES[1:-1], dtype=torch.float64)[None, :]
-    at_most = torch.special.gammaincc(edges + 1, rate.expand(-1, edges.shape[1]))  # Poisson CDF at each edge
-    zero, one = torch.exp(-rate), torch.ones_like(rate)
-    moved = torch.diff(torch.cat([zero, at_most, one], dim=1), dim=1).clamp(min=0)  # old bin x new bin
-    shares = torch.as_tensor(histogram, dtype=torch.float64) @ moved
+    shares = np.asarray(histogram) @ poisson_bins(BIN_MEANS * ratio)
+    return tuple((shares / shares.sum()).tolist())
+
+
+def power_law_histogram(rows: int, lookups: float, exponent: float) -> tuple[float, ...]:
+    """Expected histogram when the id of rank k is drawn with probability proportional to ``k**-exponent``."""
+    edges = np.unique(np.floor(np.geomspace(1, rows + 1, 4000)))
+    sizes, middles = np.diff(edges), np.sqrt(edges[:-1] * (edges[1:] - 1))
+    weights = middles**-exponent
+    rates = lookups * weights / (sizes * weights).sum()
+    shares = sizes @ poisson_bins(rates)
     return tuple((shares / shares.sum()).tolist())
