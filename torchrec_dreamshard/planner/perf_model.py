@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchrec.distributed.planner.types import PerfModel, ShardingOption, Topology
 
+from torchrec_dreamshard.measurement import CostBreakdown
 from torchrec_dreamshard.planner.costs import CostSource
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class LearnedPerfModel(PerfModel):  # type: ignore[misc]
         Raises:
             PlannerError: a rank is missing or unknown, or the prediction is not finite.
         """
-        step_ms = self._source.on(self._topology).breakdown(plan).step_ms
-        assert step_ms is not None  # breakdown refuses costs without a step
+        step_ms = self.breakdown(plan).step_ms
+        assert step_ms is not None  # PlanCosts.breakdown refuses costs without a step
         return step_ms
+
+    def breakdown(self, plan: list[ShardingOption]) -> CostBreakdown:
+        """Predicted cost of a plan, term by term and device by device; arguments and errors as for ``rate``."""
+        return self._source.on(self._topology).breakdown(plan)
