@@ -32,7 +32,7 @@ def make_profiler(text: str, seed: int = 0) -> Profiler:
     if kind == "fbgemm":
         from torchrec_dreamshard.profiling.fbgemm_profiler import FBGEMMProfiler
 
-        return FBGEMMProfiler(detail or "cpu")
+        return FBGEMMProfiler(detail or "cpu", seed=seed)
     if not detail:
         raise ValueError(f"unknown profiler {text!r}; expected {PROFILER_HELP}")
     profiler = load_object(text)
@@ -40,6 +40,16 @@ def make_profiler(text: str, seed: int = 0) -> Profiler:
     if not isinstance(profiler, Profiler):
         raise ValueError(f"{text} must give an object with measure(task, placement), got {profiler!r}")
     return profiler
+
+
+def _hardware_of(profiler: str) -> str:
+    """The named device that a profiler stands for, as far as its name tells."""
+    from torchrec_dreamshard.hardware import HARDWARE
+
+    kind, _, detail = profiler.partition(":")
+    if kind == "fbgemm":
+        return "a100" if detail.startswith("cuda") else "cpu"
+    return detail if kind == "analytic" and detail in HARDWARE else "a100"
 
 
 def load_object(text: str) -> Any:
@@ -61,7 +71,7 @@ def load_object(text: str) -> Any:
 
 
 def add_task_arguments(parser: argparse.ArgumentParser, *, num_tasks: int) -> None:
-    """Adds the arguments of ``load_tasks``."""
+    """Adds the arguments of ``load_tasks``, which also reads ``--profiler`` and ``--seed``."""
     group = parser.add_argument_group("tasks", "placement tasks from a file, or drawn at random from tables")
     group.add_argument("--tasks", metavar="FILE", help="tasks file (JSON); the other arguments are then not used")
     group.add_argument("--tables", metavar="FILE", help="tables file (CSV or JSON) to draw from instead of the pool")
@@ -83,7 +93,7 @@ def add_task_arguments(parser: argparse.ArgumentParser, *, num_tasks: int) -> No
         "--dim", type=positive_int, nargs="+", help="columns, drawn per table (default: 16, or the file's)"
     )
     group.add_argument("--batch-size", type=positive_int, help="samples per step, all ranks together")
-    group.add_argument("--hardware", default="a100", help="named device of the tasks (default: a100)")
+    group.add_argument("--hardware", help="named device of the tasks (default: the profiler's, else a100)")
     group.add_argument("--memory-gib", type=positive_float, help="memory of a device (default: 32, or 128 on cpu)")
 
 
@@ -112,7 +122,7 @@ def load_tasks(args: argparse.Namespace) -> list[PlacementTask]:
         args.num_devices,
         dims=dims,
         batch_size=args.batch_size,
-        hardware=args.hardware,
+        hardware=args.hardware or _hardware_of(args.profiler),
         memory_bytes=None if args.memory_gib is None else int(args.memory_gib * 1024**3),
         seed=args.seed,
     )
