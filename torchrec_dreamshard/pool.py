@@ -163,9 +163,9 @@ def plant_capacity(task: PlacementTask, fill: float, seed: int = 0) -> tuple[Pla
     return PlacementTask(task.shards, devices, task.hardware), tuple(placement)
 
 
-def with_dim(shard: ShardSpec, dim: int) -> ShardSpec:
-    """The shard with ``dim`` columns; memory that was given scales along."""
-    changes: dict[str, Any] = {"dim": dim, **_default_memory(shard)}
+def with_dim(shard: ShardSpec, dim: int, name: str | None = None) -> ShardSpec:
+    """The shard with ``dim`` columns and, if given, another name; memory that was given scales along."""
+    changes: dict[str, Any] = {"dim": dim, "name": shard.name if name is None else name, **_default_memory(shard)}
     if not shard.memory_is_default:
         changes["hbm_bytes"], changes["ddr_bytes"] = (
             -(-size * dim // shard.dim) for size in (shard.hbm_bytes, shard.ddr_bytes)
