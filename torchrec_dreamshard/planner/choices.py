@@ -92,6 +92,8 @@ def cheapest(tables: Mapping[TableKey, Sequence[ShardingOption]], capacity: Floa
     choice: Choice = {}
     for key, variants in tables.items():
         fitting = [option for option in variants if fits_alone(option, capacity)]
+        # host memory is for what fits nowhere else: relieve() takes to it when HBM runs out
+        fitting = [option for option in fitting if "uvm" not in option.compute_kernel] or fitting
         if not fitting:
             choice[key] = min(
                 variants, key=lambda o: (max(float(need_of(s).sum()) for s in o.shards), variant_order(o))

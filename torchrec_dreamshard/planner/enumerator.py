@@ -136,12 +136,19 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
                 shard.storage.hbm += missing
 
     def _check_sharders(self, module: nn.Module, sharders: Sequence[ModuleSharder[nn.Module]]) -> None:
-        """Managed collisions hash into equal buckets on every rank; TorchRec fails on others with a knob's name."""
-        for path, child, _ in shardable_modules(module, sharders):
+        """Refuses what no option exists for, in words that name the module and the remedy."""
+        for path, child, sharder in shardable_modules(module, sharders):
+            if not sharder.sharding_types(self._compute_device):
+                raise PlannerError(
+                    f"module {path!r} ({type(child).__name__}) cannot be sharded on {self._compute_device}: "
+                    f"{type(sharder).__name__} offers no sharding type there; use a cuda topology or leave it unsharded",
+                    PlannerErrorType.STRICT_CONSTRAINTS,
+                )
             collisions = getattr(child, "_managed_collision_collection", None)
             if collisions is None or not hasattr(collisions, "table_to_number_buckets"):
                 continue
             for table, buckets in sorted(collisions.table_to_number_buckets().items()):
+                # ids hash into equal buckets on every rank; TorchRec fails on others with the name of a knob
                 if buckets is not None and buckets % self._world_size:
                     raise PlannerError(
                         f"table {table} of module {path or type(child).__name__!r} has a managed-collision module with "
@@ -164,6 +171,8 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         facts = self._facts.get(name)
         if constrained or facts is None:
             return types
+        if facts.dim % 4:  # not even data-parallel, which runs without the fused optimizer: the user decides
+            types = [kind for kind in types if kind != ShardingType.DATA_PARALLEL.value]
         return [kind for kind in types if self._pays(kind, facts)] or types
 
     @staticmethod
