@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument(
         "--batch-size", type=int_range, metavar="N|LOW-HIGH", help="samples per step (default: 128-65536)"
     )
-    what.add_argument("--max-lookups", type=positive_int, help="lookups of a sample (default: 8e5, on cuda 6e7)")
+    what.add_argument("--max-lookups", type=positive_int, help="lookups of a sample (default: 6e5, on cuda 6e7)")
     what.add_argument("--max-gib", type=positive_float, help="weights of a sample in GiB (default: 0.5, on cuda 8)")
     how = parser.add_argument_group("how to measure")
     how.add_argument("--repeats", type=positive_int, default=7, help="timed runs of a sample (default: 7)")
@@ -106,8 +106,8 @@ def _plan(args: argparse.Namespace) -> SamplingPlan:
         max_tables=min(args.max_tables, len(tables)),
         dims=tuple(args.dim),
         batch_sizes=args.batch_size or (128, 65_536),
-        max_lookups=args.max_lookups or (800_000 if on_cpu else 60_000_000),
-        max_output_bytes=(192 if on_cpu else 2048) * 1024**2,
+        max_lookups=args.max_lookups or (600_000 if on_cpu else 60_000_000),
+        max_output_bytes=(48 if on_cpu else 2048) * 1024**2,
         max_weight_bytes=int((args.max_gib or (0.5 if on_cpu else 8.0)) * 1024**3),
     )
 

@@ -8,7 +8,8 @@ and cuda.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from torchrec_dreamshard.errors import MeasurementError
-from torchrec_dreamshard.profiling.timing import PhaseTimes, TimingConfig, time_phases
+from torchrec_dreamshard.profiling.timing import Phase, PhaseTimes, TimingConfig, time_phases
 from torchrec_dreamshard.profiling.workloads import Bags, fuse_bags, make_bags
 from torchrec_dreamshard.types import ShardSpec
 
@@ -80,6 +81,39 @@ class FusedKernel:
         output.backward(self._gradient)  # type: ignore[no-untyped-call]
 
 
+class DeviceKernels:
+    """All fused kernels of one device, run one after the other; a device without shards does nothing.
+
+    Args:
+        shards: the device's shards; one without lookups still has its (empty) bags.
+        device: where they run.
+        rng: source of weights, lookups and gradients.
+
+    Raises:
+        MeasurementError: the kernels do not support a shard, or memory ran out.
+    """
+
+    def __init__(self, shards: Sequence[ShardSpec], device: torch.device, rng: np.random.Generator) -> None:
+        for shard in shards:
+            _check_supported(shard, device)
+        _check_memory(shards, device)
+        self._what = f"the fused kernel of {len(shards)} shards on {device}"
+        with _as_measurement_error(self._what):
+            self._kernels = [FusedKernel(group, device, rng) for group in group_shards(shards)]
+
+    def forward(self) -> None:
+        """The forward pass of every kernel."""
+        with _as_measurement_error(self._what):
+            for kernel in self._kernels:
+                kernel.forward()
+
+    def backward(self) -> None:
+        """The backward pass of every kernel, each after its ``forward``."""
+        with _as_measurement_error(self._what):
+            for kernel in self._kernels:
+                kernel.backward()
+
+
 def time_device(
     shards: Sequence[ShardSpec],
     device: torch.device,
@@ -90,7 +124,7 @@ def time_device(
     """Times what one device runs in a step: the forward, then the backward pass of its fused kernels.
 
     Args:
-        shards: the device's shards; one without lookups still has its (empty) bags.
+        shards: the device's shards.
         device: where to run.
         config: how often to measure.
         rng: source of weights, lookups and gradients.
@@ -101,18 +135,11 @@ def time_device(
     Raises:
         MeasurementError: the kernels do not support a shard, or memory ran out.
     """
-    for shard in shards:
-        _check_supported(shard, device)
     if not shards:
         return PhaseTimes(np.zeros((1, 2)), np.ones(1, dtype=np.bool_))
-    _check_memory(shards, device)
-    try:
-        kernels = [FusedKernel(group, device, rng) for group in group_shards(shards)]
-        return time_phases((_all(kernels, "forward"), _all(kernels, "backward")), device, config)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError, NotImplementedError) as error:
-        raise MeasurementError(
-            f"fused kernel of {len(shards)} shards failed on {device}: {_one_line(error)}"
-        ) from error
+    kernels = DeviceKernels(shards, device, rng)
+    with _as_measurement_error("timing"):  # on cuda, errors of a kernel surface when the host synchronises
+        return time_phases((Phase(kernels.forward), Phase(kernels.backward)), device, config)
 
 
 def group_shards(shards: Sequence[ShardSpec]) -> list[list[ShardSpec]]:
@@ -126,16 +153,6 @@ def group_shards(shards: Sequence[ShardSpec]) -> list[list[ShardSpec]]:
         key = (shard.batch_size, shard.weight_dtype, shard.optimizer, shard.kernel, shard.is_weighted, width)
         groups.setdefault(key, []).append(shard)
     return list(groups.values())
-
-
-def _all(kernels: Sequence[FusedKernel], phase: str) -> Callable[[], None]:
-    runs = [getattr(kernel, phase) for kernel in kernels]
-
-    def run() -> None:
-        for one in runs:
-            one()
-
-    return run
 
 
 def _build_op(shards: Sequence[ShardSpec], device: torch.device) -> Any:
@@ -215,6 +232,10 @@ def _available_host_bytes() -> int:
     raise MeasurementError("cannot tell how much memory is available: /proc/meminfo has no MemAvailable")
 
 
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
+@contextlib.contextmanager
+def _as_measurement_error(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError, NotImplementedError) as error:  # torch's out-of-memory is a RuntimeError
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise MeasurementError(f"{what} failed: {lines[0]}") from error

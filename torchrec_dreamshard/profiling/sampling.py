@@ -76,9 +76,9 @@ class SamplingPlan:
     """Columns of a table."""
     batch_sizes: tuple[int, int] = (128, 65_536)
     """Smallest and largest batch; halved while a sample exceeds the limits below."""
-    max_lookups: int = 800_000
+    max_lookups: int = 600_000
     """Lookups of a sample per step."""
-    max_output_bytes: int = 192 * 1024**2
+    max_output_bytes: int = 48 * 1024**2
     """Output values of a sample per step, in fp32."""
     max_weight_bytes: int = 512 * 1024**2
     """Weights of a sample; rows of its tables shrink to fit."""

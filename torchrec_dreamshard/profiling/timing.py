@@ -16,6 +16,7 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,21 +62,32 @@ class PhaseTimes:
         return np.asarray(np.median(self.ms[self.undisturbed] if enough else self.ms, axis=0))
 
 
-def time_phases(
-    phases: Sequence[Callable[[], object]], device: torch.device, config: TimingConfig | None = None
-) -> PhaseTimes:
+class Phase(NamedTuple):
+    """One piece of work to time."""
+
+    run: Callable[[], object]
+    """The work; it may use what the phase before it left behind."""
+    cold: bool = True
+    """Whether to flush the caches before it."""
+    align: Callable[[], object] | None = None
+    """Untimed, right before the work: waits until all ranks are here."""
+    waits: bool = False
+    """Whether waiting for others is part of the work, as in an exchange."""
+
+
+def time_phases(phases: Sequence[Phase], device: torch.device, config: TimingConfig | None = None) -> PhaseTimes:
     """Runs the phases in their order, again and again, and times each.
 
     Args:
-        phases: P pieces of work, for example a forward and a backward pass. A phase may use what the one
-            before it left behind.
+        phases: P pieces of work, for example a forward and a backward pass.
         device: where they run.
-        config: how often; None for the defaults.
+        config: how often; None for the defaults. Ranks that work together need ``max_disturbed=0``, so that all
+            of them run equally often.
     """
     config = config or TimingConfig()
     for _ in range(config.warmup):
         for phase in phases:
-            phase()
+            phase.run()
     with _without_garbage_collection():
         return _time_on_cuda(phases, device, config) if device.type == "cuda" else _time_on_cpu(phases, config)
 
@@ -91,7 +103,7 @@ def torch_threads(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _time_on_cuda(phases: Sequence[Callable[[], object]], device: torch.device, config: TimingConfig) -> PhaseTimes:
+def _time_on_cuda(phases: Sequence[Phase], device: torch.device, config: TimingConfig) -> PhaseTimes:
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     flush = torch.empty(_CUDA_FLUSH_FACTOR * l2_bytes, dtype=torch.int8, device=device)
     with torch.cuda.device(device):
@@ -99,9 +111,12 @@ def _time_on_cuda(phases: Sequence[Callable[[], object]], device: torch.device, 
         events = [[(_event(), _event()) for _ in phases] for _ in range(config.repeats)]
         for pairs in events:
             for phase, (start, end) in zip(phases, pairs, strict=True):
-                flush.zero_()
+                if phase.cold:
+                    flush.zero_()
+                if phase.align is not None:
+                    phase.align()
                 start.record(stream)
-                phase()
+                phase.run()
                 end.record(stream)
         torch.cuda.synchronize(device)
     ms = np.array([[start.elapsed_time(end) for start, end in pairs] for pairs in events])
@@ -112,7 +127,7 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def _time_on_cpu(phases: Sequence[Callable[[], object]], config: TimingConfig) -> PhaseTimes:
+def _time_on_cpu(phases: Sequence[Phase], config: TimingConfig) -> PhaseTimes:
     flush = _cpu_flush_buffer()
     one_thread = torch.get_num_threads() == 1
     times: list[list[float]] = []
@@ -120,13 +135,17 @@ def _time_on_cpu(phases: Sequence[Callable[[], object]], config: TimingConfig) -
     while sum(undisturbed) < config.repeats and len(times) < config.repeats + config.max_disturbed:
         row, calm = [], True
         for phase in phases:
-            flush.add_(1)
+            if phase.cold:
+                flush.add_(1)
+            if phase.align is not None:
+                phase.align()
             switches, core_ns, start = _preemptions(), time.thread_time_ns(), time.perf_counter_ns()
-            phase()
+            phase.run()
             wall_ns = time.perf_counter_ns() - start
             core_ns = time.thread_time_ns() - core_ns
-            calm &= _preemptions() == switches and wall_ns - core_ns <= max(_WAITED_NS, _WAITED_SHARE * wall_ns)
-            row.append((core_ns if one_thread else wall_ns) / 1e6)
+            if not phase.waits:
+                calm &= _preemptions() == switches and wall_ns - core_ns <= max(_WAITED_NS, _WAITED_SHARE * wall_ns)
+            row.append((core_ns if one_thread and not phase.waits else wall_ns) / 1e6)
         times.append(row)
         undisturbed.append(calm)
     return PhaseTimes(np.array(times), np.array(undisturbed, dtype=np.bool_))
