@@ -2,7 +2,16 @@
 
 from torchrec_dreamshard.planner.partitioner import DreamShardPartitioner
 from torchrec_dreamshard.planner.perf_model import LearnedPerfModel
+from torchrec_dreamshard.planner.plan_file import PlanFileLoader, load_plan, save_plan
 from torchrec_dreamshard.planner.planner import DreamShardPlanner
 from torchrec_dreamshard.planner.proposer import DreamShardProposer
 
-__all__ = ["DreamShardPartitioner", "DreamShardPlanner", "DreamShardProposer", "LearnedPerfModel"]
+__all__ = [
+    "DreamShardPartitioner",
+    "DreamShardPlanner",
+    "DreamShardProposer",
+    "LearnedPerfModel",
+    "PlanFileLoader",
+    "load_plan",
+    "save_plan",
+]

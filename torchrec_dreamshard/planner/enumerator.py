@@ -19,6 +19,7 @@ from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
+    PartitionByType,
     PlannerError,
     PlannerErrorType,
     Shard,
@@ -51,6 +52,20 @@ MIN_COLUMNS = 16
 _SEQUENCE_SUFFIX = "EmbeddingCollection"
 _BAG_COLLECTION = "torchrec.modules.embedding_modules.EmbeddingBagCollection"
 _COLUMN_TYPES = frozenset({ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value})
+
+
+_PARTITIONS = {
+    ShardingType.TABLE_ROW_WISE.value: PartitionByType.HOST.value,
+    ShardingType.TABLE_COLUMN_WISE.value: PartitionByType.HOST.value,
+    ShardingType.ROW_WISE.value: PartitionByType.UNIFORM.value,
+    ShardingType.DATA_PARALLEL.value: PartitionByType.UNIFORM.value,
+    ShardingType.GRID_SHARD.value: PartitionByType.MULTI_HOST.value,
+}
+
+
+def partition_by_type(sharding_type: str) -> str:
+    """How TorchRec lays out shards of a type, as ``ShardingOption.partition_by`` names it."""
+    return _PARTITIONS.get(sharding_type, PartitionByType.DEVICE.value)
 
 
 def option_order(option: ShardingOption) -> tuple[Any, ...]:
@@ -141,7 +156,7 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             if not sharder.sharding_types(self._compute_device):
                 raise PlannerError(
                     f"module {path!r} ({type(child).__name__}) cannot be sharded on {self._compute_device}: "
-                    f"{type(sharder).__name__} offers no sharding type there; use a cuda topology or leave it unsharded",
+                    f"{type(sharder).__name__} offers no sharding type there; use a cuda topology or do not shard it",
                     PlannerErrorType.STRICT_CONSTRAINTS,
                 )
             collisions = getattr(child, "_managed_collision_collection", None)

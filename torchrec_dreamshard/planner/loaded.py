@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from torchrec.distributed.planner.types import Enumerator, PlannerError, PlannerErrorType, ShardingOption
+from torchrec.distributed.types import ShardingType
 
 _PLAN_FIELDS = (
     "sharding_type",
@@ -42,6 +43,11 @@ def load_options(
                 f"the loaded plan has no table {option.fqn.lstrip('.')}: it was made for another model; plan anew",
                 PlannerErrorType.PLAN_LOADING_FAILED,
             )
+        if saved.sharding_type == ShardingType.DATA_PARALLEL.value:  # every rank holds the whole table
+            saved = copy.copy(saved)
+            saved.shards = [
+                dataclasses.replace(shard, size=list(option.tensor.shape), offset=[0, 0]) for shard in saved.shards
+            ]
         extent = [max(s.offset[axis] + s.size[axis] for s in saved.shards) for axis in (0, 1)]
         if extent != list(option.tensor.shape):
             raise PlannerError(

@@ -34,6 +34,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from torchrec_dreamshard.measurement import CostBreakdown
 from torchrec_dreamshard.planner.adapter import shardable_modules
 from torchrec_dreamshard.planner.checks import check_complete, check_inputs, check_topology
 from torchrec_dreamshard.planner.collective import check_group, run_on_first_rank
@@ -44,6 +45,7 @@ from torchrec_dreamshard.planner.failures import no_plan_error
 from torchrec_dreamshard.planner.loaded import load_options
 from torchrec_dreamshard.planner.partitioner import DreamShardPartitioner
 from torchrec_dreamshard.planner.perf_model import LearnedPerfModel
+from torchrec_dreamshard.planner.plan_file import save_plan
 from torchrec_dreamshard.planner.proposer import DreamShardProposer
 from torchrec_dreamshard.planner.reservation import reserve
 from torchrec_dreamshard.planner.search import Search
@@ -224,6 +226,39 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         if best is None:
             raise self._failed(search, constraint, sharders, time.monotonic() - start)
         return self._finish(best, module, sharders, time.monotonic() - start)
+
+    def save_plan(self, path: Union[str, Path]) -> None:
+        """Writes the last plan to a file that ``plan_file.PlanFileLoader`` and ``previous`` understand.
+
+        Raises:
+            ValueError: there is no plan yet.
+        """
+        if self._best_plan is None:
+            raise ValueError("there is no plan to save: call plan() first, or collective_plan() and save on its rank 0")
+        save_plan(
+            path,
+            to_sharding_plan(self._best_plan, self._topology),
+            options=self._best_plan,
+            predicted=self.predicted(),
+            context_hash=self._context_hash(),
+        )
+
+    def predicted(self) -> CostBreakdown:
+        """Predicted cost of the last plan, term by term and device by device.
+
+        Raises:
+            ValueError: there is no plan yet.
+        """
+        if self._best_plan is None:
+            raise ValueError("nothing was planned yet: call plan() or collective_plan() first")
+        return self._source.on(self._topology).breakdown(self._best_plan)
+
+    def _context_hash(self) -> Optional[str]:
+        """TorchRec's hash of the inputs; None where the user's parts cannot be hashed."""
+        try:
+            return cast(str, self.hash_planner_context_inputs_str())
+        except AssertionError:
+            return None
 
     def _check(self, module: nn.Module, sharders: List[ModuleSharder[nn.Module]]) -> None:
         names = {"pins": self._pins, "together": [name for names in self._together for name in names]}
