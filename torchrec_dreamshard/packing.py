@@ -186,7 +186,7 @@ def _unload(
     """Re-packs pairs of devices until nothing overflows or the steps are spent; overflow never grows."""
     if len(capacity) == 1:
         return start
-    placement = start.copy()
+    placement: IntArray = start.copy()
     left = capacity - _used(need, capacity, placement)
     for step in range(max(REPAIR_STEPS, 8 * len(capacity))):
         over = _overflow(left, capacity)

@@ -1,0 +1,185 @@
+"""Policy networks: scores of devices for the shard in hand, as masked log-probabilities.
+
+``PolicyNetwork`` sees the shard in hand, every device's predicted load with and without it, the room in memory and
+what is still to come. All loads enter relative to the balanced final load, so one network serves any number of
+shards and devices and any hardware. Its score is a greedy rule (least load after placing) plus a learned
+correction that starts at zero: an untrained policy already is the greedy placer of its cost model.
+
+``PaperPolicyNetwork`` is DreamShard's own form (arXiv 2210.02023, section 3.3), which sees only what is placed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from torchrec_dreamshard.config import PolicyConfig
+from torchrec_dreamshard.features import Normalizer, TaskTensors
+from torchrec_dreamshard.mdp import NUM_PARTS, Observation
+from torchrec_dreamshard.paper_cost_network import paper_features
+
+NUM_POLICY_FEATURES = 3 * NUM_PARTS + 12
+_TOTAL, _NEW_MAX = 3 * NUM_PARTS, 3 * NUM_PARTS + 1
+
+
+class Policy(nn.Module, ABC):
+    """Scores devices. Acting and the loss both go through ``log_probs``, so that they share one mask."""
+
+    own_dim: int
+    """Length of the policy's own shard encodings, which are summed per device; 0 for none."""
+
+    @abstractmethod
+    def encode(self, tasks: TaskTensors) -> Tensor:
+        """The policy's own encodings of shards: ``B x S x own_dim``."""
+
+    @abstractmethod
+    def features(self, observation: Observation) -> Tensor:
+        """What the network looks at, without gradients: ``N x D x features``."""
+
+    @abstractmethod
+    def scores(self, features: Tensor, own: Tensor, legal: Tensor) -> Tensor:
+        """Scores of devices.
+
+        Args:
+            features: ``... x D x features``.
+            own: ``... x D x own_dim``, sums of the policy's encodings of what is placed.
+            legal: ``... x D`` bool.
+
+        Returns:
+            ``... x D``, any value where illegal.
+        """
+
+    def log_probs(self, features: Tensor, own: Tensor, legal: Tensor) -> Tensor:
+        """Log-probabilities of the devices, ``... x D``; minus infinity where illegal."""
+        return functional.log_softmax(self.scores(features, own, legal).masked_fill(~legal, -torch.inf), dim=-1)
+
+
+class PolicyNetwork(Policy):
+    """The default policy; see the module's text."""
+
+    own_dim = 0
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.device = nn.Linear(NUM_POLICY_FEATURES, config.hidden)
+        self.mix = nn.Linear(3 * config.hidden, config.hidden)
+        self.out = nn.Linear(config.hidden, 1)
+        self.greed = nn.Parameter(torch.tensor([config.greed, config.greed]))
+
+    def reset(self, generator: torch.Generator) -> None:
+        """Draws the weights anew; the correction starts at zero."""
+        with torch.no_grad():
+            for layer in (self.device, self.mix):
+                layer.weight.normal_(0.0, layer.in_features**-0.5, generator=generator)
+                layer.bias.zero_()
+            self.out.weight.zero_()
+            self.out.bias.zero_()
+            self.greed.fill_(self.config.greed)
+
+    def encode(self, tasks: TaskTensors) -> Tensor:
+        """See ``Policy.encode``."""
+        return tasks.shard_features.new_zeros(*tasks.shard_mask.shape, 0)
+
+    def features(self, observation: Observation) -> Tensor:
+        """See ``Policy.features``."""
+        o = observation
+        devices = o.num_devices[:, None]
+        background = o.background
+        mask = o.legal
+        # The balanced final load per device, the unit of all loads.
+        parts = (o.placed + o.remaining) / devices
+        unit = (parts.sum(dim=-1, keepdim=True) + background.mean(dim=1, keepdim=True)).clamp(min=1e-9)
+        load, load_with = o.load / unit[..., None], o.load_with / unit[..., None]
+        total = (load_with.sum(dim=-1) + background / unit).unsqueeze(-1)
+        largest = load.amax(dim=1, keepdim=True)
+        least = total.masked_fill(~mask[..., None], torch.inf).amin(dim=1, keepdim=True)
+        over = load_with - largest
+        own = torch.cat(
+            [
+                load_with,
+                load_with - load,
+                over,
+                total,
+                over.clamp(min=0).sum(dim=-1, keepdim=True),
+                total - least,
+                (background / unit).unsqueeze(-1),
+                o.host_exchange.unsqueeze(-1),
+                o.room,
+            ],
+            dim=-1,
+        )
+        common = torch.cat(
+            [
+                o.tightness,
+                o.shard.sum(dim=-1, keepdim=True) / unit,
+                o.remaining.sum(dim=-1, keepdim=True) / unit / devices,
+                torch.log(devices) / 5.0,
+            ],
+            dim=-1,
+        )
+        return torch.cat([own, common[:, None, :].expand(-1, own.shape[1], -1)], dim=-1).clamp(-10, 10)
+
+    def scores(self, features: Tensor, own: Tensor, legal: Tensor) -> Tensor:
+        """See ``Policy.scores``."""
+        hidden = functional.relu(self.device(features))
+        weight = legal.to(hidden.dtype).unsqueeze(-1)
+        mean = (hidden * weight).sum(dim=-2, keepdim=True) / weight.sum(dim=-2, keepdim=True).clamp(min=1)
+        largest = (hidden * weight).amax(dim=-2, keepdim=True)
+        pooled = torch.cat([mean, largest], dim=-1)
+        # The same as self.mix of all three joined, without copying the pooled part to every device.
+        first = self.config.hidden
+        mixed = functional.linear(hidden, self.mix.weight[:, :first], self.mix.bias)
+        mixed = functional.relu(mixed + functional.linear(pooled, self.mix.weight[:, first:]))
+        correction: Tensor = self.out(mixed).squeeze(-1)
+        return correction - self.greed[0] * features[..., _TOTAL] - self.greed[1] * features[..., _NEW_MAX]
+
+
+class PaperPolicyNetwork(Policy):
+    """Own shard encoder 21 -> 128 -> 32 summed per device, 3 -> 64 -> 32 on the predicted costs, 64 -> 1."""
+
+    own_dim = 32
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.normalizer = Normalizer(21)
+        self.encoder = nn.Sequential(nn.Linear(21, 128), nn.ReLU(), nn.Linear(128, 32), nn.ReLU())
+        self.costs = nn.Sequential(nn.Linear(NUM_PARTS, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU())
+        self.out = nn.Linear(64, 1)
+
+    def reset(self, generator: torch.Generator) -> None:
+        """Draws the weights anew, PyTorch's default initialisation from one generator."""
+        with torch.no_grad():
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    bound = module.in_features**-0.5
+                    module.weight.uniform_(-bound, bound, generator=generator)
+                    module.bias.uniform_(-bound, bound, generator=generator)
+
+    def encode(self, tasks: TaskTensors) -> Tensor:
+        """See ``Policy.encode``."""
+        values = paper_features(tasks.shard_features)
+        if self.training and not bool(self.normalizer.scale.any()):
+            self.normalizer.fit(values[tasks.shard_mask])
+        encoded: Tensor = self.encoder(self.normalizer(values))
+        return encoded * tasks.shard_mask[..., None]
+
+    def features(self, observation: Observation) -> Tensor:
+        """See ``Policy.features``: the devices' predicted costs without the shard, in ms."""
+        return observation.load
+
+    def scores(self, features: Tensor, own: Tensor, legal: Tensor) -> Tensor:
+        """See ``Policy.scores``."""
+        out: Tensor = self.out(torch.cat([own, self.costs(features)], dim=-1)).squeeze(-1)
+        return out
+
+
+def make_policy(config: PolicyConfig, generator: torch.Generator) -> Policy:
+    """A fresh policy of the configured form."""
+    policy = PolicyNetwork(config) if config.form == "default" else PaperPolicyNetwork(config)
+    policy.reset(generator)
+    return policy
