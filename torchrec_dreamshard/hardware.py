@@ -87,24 +87,41 @@ class DeviceDetails:
     """Bandwidth of the last-level cache, 1e9 bytes/s."""
     host_link_gb_s: float
     """Bandwidth of kernels that read host memory in place, 1e9 bytes/s in each direction."""
+    hot_use_us: float
+    """Backward time per use of a row that all its uses wait for: their gradients are summed one after the other."""
 
 
 _DETAILS: Mapping[str, DeviceDetails] = {
-    "v100": DeviceDetails(cache_gb_s=2847.0, host_link_gb_s=10.5),  # measured [perf]; PCIe 3: a quarter of the H100's
-    "a100": DeviceDetails(cache_gb_s=2271.0, host_link_gb_s=21.0),  # measured on 40 GB [perf]; PCIe 4: half of it
-    "h100": DeviceDetails(cache_gb_s=5600.0, host_link_gb_s=42.0),  # chipsandcheese.com 2023-07-02; PCIe 5, fitted
-    "h200": DeviceDetails(cache_gb_s=5600.0, host_link_gb_s=42.0),  # as h100
-    "cpu": DeviceDetails(cache_gb_s=28.0, host_link_gb_s=7.0),  # assumed; host memory is its own memory
+    "v100": DeviceDetails(
+        cache_gb_s=2847.0,  # measured [perf]
+        host_link_gb_s=10.5,  # PCIe 3: a quarter of the H100's
+        hot_use_us=0.027,  # fitted to published cost networks of a GPU of that class (single tables of few lookups)
+    ),
+    "a100": DeviceDetails(
+        cache_gb_s=2271.0,  # measured on the 40 GB card [perf]
+        host_link_gb_s=21.0,  # PCIe 4: half of the H100's
+        hot_use_us=0.018,  # between the two others
+    ),
+    "h100": DeviceDetails(
+        cache_gb_s=5600.0,  # chipsandcheese.com, 2023-07-02
+        host_link_gb_s=42.0,  # PCIe 5; fitted to tables in host memory [recsys]
+        hot_use_us=0.012,  # fitted [recsys]
+    ),
+    "cpu": DeviceDetails(cache_gb_s=28.0, host_link_gb_s=7.0, hot_use_us=0.0),  # fitted; host memory is its own
 }
+_DETAILS = {**_DETAILS, "h200": _DETAILS["h100"]}  # the same die
 
 
 def device_details(hardware: HardwareSpec) -> DeviceDetails:
-    """Details of the named device; for other names in the proportion of an H100."""
+    """Details of the named device; for other names in proportion to the memory's bandwidth, like an A100's."""
     if hardware.name in _DETAILS:
         return _DETAILS[hardware.name]
-    if hardware.compute_device == "cpu":
-        return DeviceDetails(cache_gb_s=4 * hardware.memory_gb_s, host_link_gb_s=hardware.memory_gb_s)
-    return DeviceDetails(cache_gb_s=1.9 * hardware.memory_gb_s, host_link_gb_s=0.015 * hardware.memory_gb_s)
+    cpu = hardware.compute_device == "cpu"
+    return DeviceDetails(
+        cache_gb_s=(4.0 if cpu else 1.5) * hardware.memory_gb_s,
+        host_link_gb_s=(1.0 if cpu else 0.0115) * hardware.memory_gb_s,
+        hot_use_us=0.0 if cpu else 0.018,
+    )
 
 
 def named_hardware(

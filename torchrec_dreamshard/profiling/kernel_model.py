@@ -70,8 +70,6 @@ class KernelConstants:
     """The same per lookup and column."""
     bag_step_us: float
     """One step of a bag's serial loop."""
-    hot_use_us: float
-    """One more use of the hottest row: its gradients are summed one after the other."""
     serial_power: float
     """p of the norm that overlaps serial paths with throughput."""
     sector_bytes: float
@@ -97,7 +95,6 @@ GPU_CONSTANTS = KernelConstants(
     lookup_ns=(0.0, 0.0),
     column_ns=(0.0, 0.0),
     bag_step_us=0.1,  # a dependent read from DRAM takes about 0.4 us, four are in flight
-    hot_use_us=0.011,  # fitted to the H100 rows and the learned aggregates
     serial_power=2.0,  # fitted to the learned aggregates
     sector_bytes=32.0,  # [perf]
     cache_share=0.5,  # fitted
@@ -116,7 +113,6 @@ CPU_CONSTANTS = KernelConstants(
     lookup_ns=(9.0, 22.0),
     column_ns=(0.25, 0.6),
     bag_step_us=0.0,
-    hot_use_us=0.0,
     serial_power=2.0,
     sector_bytes=64.0,  # a cache line
     cache_share=0.5,
@@ -159,7 +155,7 @@ def shard_loads(shards: Sequence[ShardSpec], hardware: HardwareSpec) -> ShardLoa
         forward=forward * slow,
         backward=backward * slow,
         forward_serial=np.where(traffic.pooled, traffic.lookups / traffic.outputs, 1.0) * constants.bag_step_us / 1e3,
-        backward_serial=np.where(traffic.trained, traffic.hottest_uses(), 0.0) * constants.hot_use_us / 1e3,
+        backward_serial=np.where(traffic.trained, traffic.hottest_uses(), 0.0) * traffic.hot_use_ms,
         separate=dense[:, None] * own_launches,
         exchange_bytes=traffic.batch * traffic.output_columns * DTYPE_BYTES[hardware.comms_dtype],
     )
@@ -211,6 +207,7 @@ class _Traffic:
         self.memory = hardware.memory_gb_s * _GB_S_TO_BYTES_PER_MS
         self.cache = details.cache_gb_s * _GB_S_TO_BYTES_PER_MS
         self.host_link = details.host_link_gb_s * _GB_S_TO_BYTES_PER_MS
+        self.hot_use_ms = details.hot_use_us / 1e3
         self.cache_bytes = hardware.cache_mb * 1e6 * self.constants.cache_share
         self.dim = array([shard.dim for shard in shards])
         self.batch = array([shard.batch_size for shard in shards])
