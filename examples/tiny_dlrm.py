@@ -6,17 +6,39 @@ Row counts are capped so that the examples start in seconds; lookups per sample 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel, get_default_sharders
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_dreamshard import ShardSpec, pool
 from torchrec_dreamshard.profiling.workloads import make_bags
 
 NUM_DENSE = 13
+LEARNING_RATE = 0.05
+
+
+def start_process_group() -> torch.device:
+    """Joins the ranks that torchrun started: NCCL with one GPU per rank if there are enough, else Gloo on the CPU."""
+    local_rank, num_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if torch.cuda.device_count() >= num_local:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_local))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
 
 
 def draw_tables(num_tables: int, *, batch_size: int, max_rows: int, seed: int) -> list[ShardSpec]:
@@ -35,6 +57,7 @@ class TinyDLRM(nn.Module):
     """Embedding bags and dense inputs, concatenated into a small MLP with one output."""
 
     def __init__(self, tables: Sequence[ShardSpec], device: torch.device) -> None:
+        """The tables' optimizer, SGD, is fused into the backward pass."""
         super().__init__()
         self.sparse = EmbeddingBagCollection(
             tables=[
@@ -48,6 +71,7 @@ class TinyDLRM(nn.Module):
             ],
             device=device,
         )
+        apply_optimizer_in_backward(torch.optim.SGD, self.sparse.parameters(), {"lr": LEARNING_RATE})
         width = NUM_DENSE + sum(table.dim for table in tables)
         self.over = nn.Sequential(nn.Linear(width, 64, device=device), nn.ReLU(), nn.Linear(64, 1, device=device))
 
@@ -87,3 +111,20 @@ def make_batches(tables: Sequence[ShardSpec], rank: int, world_size: int, seed: 
             keys=[f"{table.name}_ids" for table in tables], values=torch.cat(values), lengths=torch.cat(lengths)
         )
         yield Batch(dense, ids, labels)
+
+
+class Trainer:
+    """A sharded model with its optimizers."""
+
+    def __init__(self, model: TinyDLRM, plan: ShardingPlan, device: torch.device) -> None:
+        self.model = DistributedModelParallel(model, device=device, plan=plan, sharders=get_default_sharders())
+        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        self.optimizer = KeyedOptimizerWrapper(dense, lambda params: torch.optim.SGD(params, lr=LEARNING_RATE))
+
+    def step(self, batch: Batch) -> Tensor:
+        """One step of training; returns the loss."""
+        self.optimizer.zero_grad()
+        loss = binary_cross_entropy_with_logits(self.model(batch.dense, batch.ids), batch.labels)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
