@@ -93,15 +93,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> SamplingPlan:
+    import torch
+
     from torchrec_dreamshard import pool, table_files
     from torchrec_dreamshard.hardware import named_hardware
+    from torchrec_dreamshard.profiling.devices import named_device
     from torchrec_dreamshard.profiling.sampling import SamplingPlan
 
     on_cpu = args.device == "cpu"
     tables = table_files.load_tables(args.tables) if args.tables else pool.load_public_pool()
     return SamplingPlan(
         pool=tables,
-        hardware=named_hardware(args.hardware or ("cpu" if on_cpu else _closest_gpu())),
+        hardware=named_hardware(args.hardware or named_device(torch.device(args.device))),
         seed=args.seed,
         max_tables=min(args.max_tables, len(tables)),
         dims=tuple(args.dim),
@@ -110,19 +113,6 @@ def _plan(args: argparse.Namespace) -> SamplingPlan:
         max_output_bytes=(48 if on_cpu else 2048) * 1024**2,
         max_weight_bytes=int((args.max_gib or (0.5 if on_cpu else 8.0)) * 1024**3),
     )
-
-
-def _closest_gpu() -> str:
-    """The named device that the GPU's own name contains."""
-    import torch
-
-    from torchrec_dreamshard.hardware import HARDWARE
-
-    name = torch.cuda.get_device_name().lower()
-    found = next((known for known in HARDWARE if known in name), None)
-    if found is None:
-        raise ValueError(f"no named hardware matches {name!r}; choose the closest one with --hardware")
-    return found
 
 
 def _summary(

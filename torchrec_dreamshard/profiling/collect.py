@@ -14,7 +14,8 @@ from torch import distributed
 
 from torchrec_dreamshard.errors import MeasurementError
 from torchrec_dreamshard.measurement import Measurement
-from torchrec_dreamshard.profiling.fbgemm_profiler import FBGEMMProfiler, device_name
+from torchrec_dreamshard.profiling.devices import device_name
+from torchrec_dreamshard.profiling.fbgemm_profiler import FBGEMMProfiler
 from torchrec_dreamshard.profiling.sampling import SamplingPlan
 from torchrec_dreamshard.samples import MeasurementStore
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
-import importlib.metadata
-import platform
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +14,7 @@ from torch import distributed
 from torchrec_dreamshard.errors import MeasurementError
 from torchrec_dreamshard.measurement import TERMS, CostBreakdown, Measurement, Provenance
 from torchrec_dreamshard.profiling.comms import modelled_exchange_ms
+from torchrec_dreamshard.profiling.devices import device_name, installed_versions
 from torchrec_dreamshard.profiling.fused_kernels import time_device
 from torchrec_dreamshard.profiling.step import time_step
 from torchrec_dreamshard.profiling.timing import PhaseTimes, TimingConfig, torch_threads
@@ -160,7 +158,7 @@ class FBGEMMProfiler:
             host=socket.gethostname(),
             device=device_name(self.device),
             profiler=type(self).__name__,
-            versions=_versions(),
+            versions=installed_versions(),
             time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             repeats=self.timing.repeats,
             details=kept,
@@ -180,26 +178,3 @@ def _existing_device(name: str | torch.device) -> torch.device:
         if (device.index or 0) >= available:
             raise ValueError(f"FBGEMMProfiler.device is {name}, but this host has {available} CUDA devices")
     return device
-
-
-@functools.cache
-def device_name(device: torch.device) -> str:
-    """Model of a device, for example "NVIDIA H200" or "AMD EPYC"."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    with open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in ("torch", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec_dreamshard"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -1,0 +1,50 @@
+"""What the device of a measurement is: its model, the named hardware that it is closest to, the versions around it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+
+import torch
+
+from torchrec_dreamshard.hardware import HARDWARE
+
+
+def named_device(device: torch.device) -> str:
+    """The name in ``hardware.HARDWARE`` that a device's model contains; "cpu" for a cpu.
+
+    Raises:
+        ValueError: no name fits.
+    """
+    if device.type == "cpu":
+        return "cpu"
+    model = device_name(device)
+    found = next((name for name in HARDWARE if name in model.lower()), None)
+    if found is None:
+        raise ValueError(f"no named hardware fits {model!r}: name the closest of {', '.join(HARDWARE)} yourself")
+    return found
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """Model of a device, for example "NVIDIA H200" or "AMD EPYC"."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    with open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+@functools.cache
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that a measurement depends on."""
+    found = {}
+    for package in ("torch", "fbgemm-gpu", "fbgemm-gpu-cpu", "torchrec_dreamshard"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
