@@ -208,7 +208,7 @@ def write_results(contestant: Contestant, folder: Path) -> None:
     """Writes a plan as JSON and as a picture of its predicted cost."""
     folder.mkdir(parents=True, exist_ok=True)
     save_plan(folder / "demo_plan.json", contestant.plan, predicted=contestant.predicted)
-    draw_cost(folder / "demo_plan.png", contestant.predicted, title="DreamShard's plan, predicted embedding step")
+    draw_cost(folder / "demo_plan.png", contestant.predicted, title="DreamShard's plan, predicted")
 
 
 if __name__ == "__main__":

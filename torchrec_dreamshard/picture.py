@@ -37,7 +37,7 @@ def draw_cost(path: str | Path, cost: CostBreakdown, *, title: str = "predicted 
         ) from error
     terms = {term.removesuffix("_ms").replace("_", " "): np.asarray(getattr(cost, term)) for term in TERMS}
     devices = np.arange(len(next(iter(terms.values()))))
-    figure = Figure(figsize=(min(16.0, 3.0 + 0.4 * len(devices)), 3.6), layout="constrained")
+    figure = Figure(figsize=(min(16.0, 6.0 + 0.3 * len(devices)), 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     bottom = np.zeros(len(devices))
