@@ -147,3 +147,47 @@ def test_file_tells_the_prediction(tmp_path):
     first.save_plan(tmp_path / "plan.json")
     predicted = json.loads((tmp_path / "plan.json").read_text())["predicted"]
     assert predicted["step_ms"] == first.predicted().step_ms > 0
+
+
+def ranks_of(plan):
+    return {name: (s.sharding_type, s.ranks) for tables in plan.plan.values() for name, s in tables.items()}
+
+
+def test_restart_keeps_what_it_can(tmp_path):
+    """A new table joins; the others stay, although a search from scratch places them anew."""
+    old = bag_collection("meta", rows=(100,) * 6, dims=(64, 64, 32, 32, 16, 16))
+    first = planner(pins={"t0": 3, "t1": 2})
+    plan = first.plan(old, SHARDERS)
+    first.save_plan(tmp_path / "plan.json")
+
+    grown = bag_collection("meta", rows=(100,) * 7, dims=(64, 64, 32, 32, 16, 16, 16))
+    second = planner(previous=tmp_path / "plan.json")
+    again = ranks_of(second.plan(grown, SHARDERS))
+    changed = {change.table for change in second.changes}
+    assert "t6" in changed
+    assert {name for name, where in ranks_of(plan).items() if again[name] != where} == changed - {"t6"}
+    assert all(change.gain_ms > 0 for change in second.changes if change.reason == "pays")
+    assert planner(previous=plan).plan(old, SHARDERS) == plan
+
+
+def test_restart_pays_for_its_changes():
+    """A plan with everything on one rank is worth changing, and each change says what it gains."""
+    model = bag_collection("meta", rows=(100,) * 4, dims=(64,) * 4)
+    crowded = planner(together=[["t0", "t1", "t2", "t3"]]).plan(model, SHARDERS)
+    ours = planner(previous=crowded)
+    plan = ours.plan(model, SHARDERS)
+    assert len({tuple(s.ranks) for s in plan.plan[""].values()}) > 1
+    assert sum(change.gain_ms for change in ours.changes) > 0
+    stubborn = planner(previous=crowded, min_gain=0.99)
+    assert stubborn.plan(model, SHARDERS) == crowded
+    assert stubborn.changes == []
+
+
+def test_restart_leaves_what_no_longer_fits():
+    model = bag_collection("meta", rows=(100_000,) * 4, dims=(64,) * 4)  # 25.6 MB each
+    crowded = planner(together=[["t0", "t1", "t2", "t3"]]).plan(model, SHARDERS)
+    small = quiet_topology(4, "cuda", local_world_size=2, hbm_cap=70_000_000)
+    ours = planner(topology=small, previous=crowded)
+    plan = ours.plan(model, SHARDERS)
+    assert len({tuple(s.ranks) for s in plan.plan[""].values()}) >= 2
+    assert any("no longer fits" in change.reason for change in ours.changes)

@@ -90,6 +90,7 @@ def cheapest(tables: Mapping[TableKey, Sequence[ShardingOption]], capacity: Floa
     Where table-wise fits it is the least work by construction, so nothing is predicted for such tables.
     """
     choice: Choice = {}
+    costs.warm_up(o for variants in tables.values() if _is_open(variants, capacity) for o in variants)
     for key, variants in tables.items():
         fitting = [option for option in variants if fits_alone(option, capacity)]
         # host memory is for what fits nowhere else: relieve() takes to it when HBM runs out
@@ -105,14 +106,20 @@ def cheapest(tables: Mapping[TableKey, Sequence[ShardingOption]], capacity: Floa
     return relieve(tables, choice, capacity.sum(axis=0) * _FULL_SHARE, costs)
 
 
+def _is_open(variants: Sequence[ShardingOption], capacity: FloatArray) -> bool:
+    """Whether a table's first choice depends on predictions."""
+    return variants[0].sharding_type != ShardingType.TABLE_WISE.value or not fits_alone(variants[0], capacity)
+
+
 def relieve(
     tables: Mapping[TableKey, Sequence[ShardingOption]], choice: Choice, room: FloatArray, costs: PlanCosts
 ) -> Choice:
     """Moves tables out of HBM, least predicted time per byte first, until all fit into ``room`` (three memories)."""
     choice = dict(choice)
     used = np.sum([total_need(option) for option in choice.values()], axis=0)
+    if used[0] > room[0]:
+        costs.warm_up(option for variants in tables.values() for option in variants)
     while used[0] > room[0]:
-        best: tuple[float, TableKey, ShardingOption] | None = None
         swaps: list[tuple[float, TableKey, ShardingOption]] = []
         for key, variants in tables.items():
             now = total_need(choice[key])
@@ -123,8 +130,7 @@ def relieve(
                     swaps.append((slower / saved, key, option))
         swaps.sort(key=lambda swap: (swap[0], swap[1], variant_order(swap[2])))
         moved: set[TableKey] = set()
-        for best in swaps:
-            _, key, option = best
+        for _, key, option in swaps:
             if used[0] <= room[0]:
                 break
             after = used - total_need(choice[key]) + total_need(option)
@@ -136,22 +142,33 @@ def relieve(
     return choice
 
 
-def finer(tables: Mapping[TableKey, Sequence[ShardingOption]], choice: Choice, count: int) -> Choice | None:
+def finer(
+    tables: Mapping[TableKey, Sequence[ShardingOption]], choice: Choice, capacity: FloatArray, count: int
+) -> Choice | None:
     """The choice with its ``count`` largest splittable shards split further; None when nothing can be.
 
     The way out when a choice fits in sum but cannot be packed.
     """
     candidates = []
     for key, option in choice.items():
-        largest = max(float(need_of(shard).sum()) for shard in option.shards)
+        largest = _largest(option)
         smaller = [
-            (max(float(need_of(shard).sum()) for shard in other.shards), variant_order(other), other)
+            other
             for other in tables[key]
+            if np.all(_largest(other) <= largest)
+            and _largest(other).sum() < largest.sum()
+            and fits_alone(other, capacity)
         ]
-        smaller = [entry for entry in smaller if entry[0] < largest]
         if smaller:  # the mildest split that helps
-            candidates.append((-largest, key, max(smaller, key=lambda entry: (entry[0], entry[1]))[2]))
+            mildest = max(smaller, key=lambda other: (float(_largest(other).sum()), variant_order(other)))
+            candidates.append((-float(largest.sum()), key, mildest))
     if not candidates:
         return None
     candidates.sort(key=lambda entry: entry[:2])
     return {**choice, **{key: option for _, key, option in candidates[:count]}}
+
+
+def _largest(option: ShardingOption) -> FloatArray:
+    """Bytes of an option's largest shard, by memory."""
+    needs: FloatArray = np.stack([need_of(shard) for shard in option.shards])
+    return np.asarray(needs.max(axis=0))

@@ -113,6 +113,10 @@ class PlanCosts:
             self._singles.update(zip(part, compute.tolist(), strict=True))
         return {spec: self._singles[spec] for spec in wanted}
 
+    def warm_up(self, options: Iterable[ShardingOption]) -> None:
+        """Predicts the single shards of many options at once, which costs little more than one of them."""
+        self.single_ms(spec for option in options for spec in self.adapter.shard_specs(option, self.world_size))
+
     def option_ms(self, option: ShardingOption) -> float:
         """Work of an option's busiest shard by itself: its kernel, and its own collective if it has one."""
         specs = self.adapter.shard_specs(option, self.world_size)

@@ -65,7 +65,7 @@ _PARTITIONS = {
 
 def partition_by_type(sharding_type: str) -> str:
     """How TorchRec lays out shards of a type, as ``ShardingOption.partition_by`` names it."""
-    return _PARTITIONS.get(sharding_type, PartitionByType.DEVICE.value)
+    return str(_PARTITIONS.get(sharding_type, PartitionByType.DEVICE.value))
 
 
 def option_order(option: ShardingOption) -> tuple[Any, ...]:

@@ -4,11 +4,12 @@ What the policy cannot choose is laid out first: uniform options, pinned tables,
 bound to the devices of one host. All of it is background load and used memory for the rest, which the agent places.
 """
 
-from __future__ import annotations
+# TorchRec compares annotated signatures, so annotations here are evaluated and spelt as TorchRec spells them.
+# ruff: noqa: UP006, UP035, UP045
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, List
 
 import numpy as np
 from torchrec.distributed.planner.types import (
@@ -50,7 +51,7 @@ class DreamShardPartitioner(Partitioner):  # type: ignore[misc]
 
     def __init__(
         self,
-        agent: Agent | CostSource | str | Path | None = None,
+        agent: "Agent | CostSource | str | Path | None" = None,
         *,
         time_budget_s: float | None = 2.0,
         seed: int = 0,
@@ -67,9 +68,9 @@ class DreamShardPartitioner(Partitioner):  # type: ignore[misc]
 
     def partition(
         self,
-        proposal: list[ShardingOption],
+        proposal: List[ShardingOption],
         storage_constraint: Topology,
-    ) -> list[ShardingOption]:
+    ) -> List[ShardingOption]:
         """Places a proposal.
 
         Args:

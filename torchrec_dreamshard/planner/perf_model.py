@@ -1,9 +1,10 @@
 """The learned step time as TorchRec's ``PerfModel``."""
 
-from __future__ import annotations
+# TorchRec compares annotated signatures, so annotations here are evaluated and spelt as TorchRec spells them.
+# ruff: noqa: UP006, UP035, UP045
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, List
 
 from torchrec.distributed.planner.types import PerfModel, ShardingOption, Topology
 
@@ -22,11 +23,11 @@ class LearnedPerfModel(PerfModel):  # type: ignore[misc]
         agent: an agent, a name or path to load, or None for the one shipped for the topology's device.
     """
 
-    def __init__(self, topology: Topology, agent: Agent | CostSource | str | Path | None = None) -> None:
+    def __init__(self, topology: Topology, agent: "Agent | CostSource | str | Path | None" = None) -> None:
         self._topology = topology
         self._source = CostSource.of(agent)
 
-    def rate(self, plan: list[ShardingOption]) -> float:
+    def rate(self, plan: List[ShardingOption]) -> float:
         """Predicted step of a plan in ms; lower is better.
 
         Args:
@@ -39,6 +40,6 @@ class LearnedPerfModel(PerfModel):  # type: ignore[misc]
         assert step_ms is not None  # PlanCosts.breakdown refuses costs without a step
         return step_ms
 
-    def breakdown(self, plan: list[ShardingOption]) -> CostBreakdown:
+    def breakdown(self, plan: List[ShardingOption]) -> CostBreakdown:
         """Predicted cost of a plan, term by term and device by device; arguments and errors as for ``rate``."""
         return self._source.on(self._topology).breakdown(plan)

@@ -41,19 +41,23 @@ from torchrec_dreamshard.planner.collective import check_group, run_on_first_ran
 from torchrec_dreamshard.planner.costs import CostSource
 from torchrec_dreamshard.planner.enumerator import DreamShardEnumerator, option_order
 from torchrec_dreamshard.planner.errors import PlannerInputError
+from torchrec_dreamshard.planner.explain import Explanation, explain_plan
 from torchrec_dreamshard.planner.failures import no_plan_error
 from torchrec_dreamshard.planner.loaded import load_options
 from torchrec_dreamshard.planner.partitioner import DreamShardPartitioner
 from torchrec_dreamshard.planner.perf_model import LearnedPerfModel
-from torchrec_dreamshard.planner.plan_file import save_plan
+from torchrec_dreamshard.planner.plan_file import load_plan, save_plan
 from torchrec_dreamshard.planner.proposer import DreamShardProposer
 from torchrec_dreamshard.planner.reservation import reserve
+from torchrec_dreamshard.planner.restart import PlanChange, continue_plan
 from torchrec_dreamshard.planner.search import Search
 
 if TYPE_CHECKING:
     from torchrec_dreamshard.agent import Agent
 
 logger = logging.getLogger(__name__)
+
+_SEARCH_SHARE = 0.7  # of the budget, where an earlier plan is compared afterwards
 
 
 class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
@@ -84,6 +88,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         together: groups of names of tables that share one device.
         sharding_group_size: ranks that share one copy of the tables under a ``DMPCollection``; the topology then
             describes one such group.
+        previous: an earlier plan (or its file) to continue: tables stay as they are unless a change is needed or pays;
+            ``changes`` lists what differs.
+        min_gain: least share of the predicted step that a change of ``previous`` must gain.
 
     Raises:
         PlannerInputError: the topology is impossible, or missing outside of a distributed job.
@@ -113,6 +120,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         pins: Optional[Mapping[str, int]] = None,
         together: Sequence[Sequence[str]] = (),
         sharding_group_size: Optional[int] = None,
+        previous: Optional[Union[ShardingPlan, str, Path]] = None,
+        min_gain: float = 0.05,
     ) -> None:
         if not time_budget_s > 0:
             raise ValueError(f"time_budget_s must be above 0, got {time_budget_s}")
@@ -139,6 +148,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         self._pins = dict(pins or {})
         self._together = [tuple(names) for names in together]
         self._sharding_group_size = sharding_group_size
+        self._previous = load_plan(previous) if isinstance(previous, (str, Path)) else previous
+        self._min_gain = min_gain
+        self.changes: List[PlanChange] = []
+        self._space: List[ShardingOption] = []
+        self._constraint: Topology = self._topology
         self._source = CostSource(agent, constraints=constraints, reuse_histograms=reuse_histograms)
         self._own_enumerator = enumerator is None
         if enumerator is None:
@@ -218,10 +232,14 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         space = sorted(self._enumerator.enumerate(module=module, sharders=sharders), key=option_order)
         if not space:
             return ShardingPlan({})
+        self._space, self._constraint, self.changes = space, constraint, []
         best = self._load(space)
-        search = Search(self._proposers, self._partitioner, self._perf_model, deadline=start + budget)
+        share = 1.0 if self._previous is None else _SEARCH_SHARE
+        search = Search(self._proposers, self._partitioner, self._perf_model, deadline=start + budget * share)
         if best is None:
             best = search.run(space, self._enumerator, constraint)
+            if best is not None and self._previous is not None:
+                best = self._continue(self._previous, best, start + budget)
         self._num_proposals, self._num_plans = search.num_proposals, search.num_plans
         if best is None:
             raise self._failed(search, constraint, sharders, time.monotonic() - start)
@@ -252,6 +270,44 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         if self._best_plan is None:
             raise ValueError("nothing was planned yet: call plan() or collective_plan() first")
         return self._source.on(self._topology).breakdown(self._best_plan)
+
+    def explain(self, max_tables: int = 40) -> Explanation:
+        """Why the last plan is as it is: ``str()`` for people, ``to_dict()`` for programs.
+
+        Args:
+            max_tables: alternatives are predicted for so many tables, those on the slowest devices first.
+
+        Raises:
+            ValueError: there is no plan yet.
+        """
+        if self._best_plan is None:
+            raise ValueError("nothing was planned yet: call plan() or collective_plan() first")
+        fixed = {name: f"kept together with {list(names)}" for names in self._together for name in names}
+        fixed.update({name: f"pinned to rank {rank}" for name, rank in self._pins.items()})
+        return explain_plan(
+            self._best_plan,
+            self._space,
+            self._source.on(self._topology),
+            self._constraint,
+            constraints=self._constraints,
+            fixed=fixed,
+            changes=self.changes,
+            max_tables=max_tables,
+        )
+
+    def _continue(self, previous: ShardingPlan, fresh: List[ShardingOption], deadline: float) -> List[ShardingOption]:
+        movable = {**self._pins, **{name: True for names in self._together for name in names}}
+        plan, self.changes = continue_plan(
+            previous,
+            self._space,
+            fresh,
+            self._source.on(self._topology),
+            self._constraint,
+            min_gain=self._min_gain,
+            movable=movable,
+            deadline=deadline,
+        )
+        return plan
 
     def _context_hash(self) -> Optional[str]:
         """TorchRec's hash of the inputs; None where the user's parts cannot be hashed."""

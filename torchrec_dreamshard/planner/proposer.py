@@ -5,12 +5,13 @@ splits, replicates or re-types tables there, judged first on the predicted step 
 least loaded devices, then by the partitioner's real placement. A change that does not pay is never tried again.
 """
 
-from __future__ import annotations
+# TorchRec compares annotated signatures, so annotations here are evaluated and spelt as TorchRec spells them.
+# ruff: noqa: UP006, UP035, UP045
 
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, List, Optional, cast
 
 import numpy as np
 from torchrec.distributed.planner.types import Enumerator, PartitionByType, Proposer, ShardingOption, Topology
@@ -44,7 +45,7 @@ class DreamShardProposer(Proposer):  # type: ignore[misc]
 
     def __init__(
         self,
-        agent: Agent | CostSource | str | Path | None = None,
+        agent: "Agent | CostSource | str | Path | None" = None,
         *,
         topology: Topology | None = None,
         time_budget_s: float = 10.0,
@@ -70,12 +71,12 @@ class DreamShardProposer(Proposer):  # type: ignore[misc]
         self._failures = 0
         self._repairs = 0
         self._num_proposed = 0
-        self._deadline = time.monotonic() + self._time_budget_s
+        self.deadline = time.monotonic() + self._time_budget_s
 
     def load(
         self,
-        search_space: list[ShardingOption],
-        enumerator: Enumerator | None = None,
+        search_space: List[ShardingOption],
+        enumerator: Optional[Enumerator] = None,
     ) -> None:
         """Starts anew on a search space; nothing of an earlier plan is kept."""
         self._reset()
@@ -85,9 +86,9 @@ class DreamShardProposer(Proposer):  # type: ignore[misc]
         else:
             self._next = choices.cheapest(self._tables, choices.capacities(self._topology), self._costs())
 
-    def propose(self) -> list[ShardingOption] | None:
+    def propose(self) -> Optional[List[ShardingOption]]:
         """The next proposal, one option per table; None when no change promises anything, or time is over."""
-        late = self._num_proposed > 0 and time.monotonic() > self._deadline
+        late = self._num_proposed > 0 and time.monotonic() > self.deadline
         if not self._next or late or self._num_proposed >= self._max_proposals:
             return None
         self._num_proposed += 1
@@ -96,9 +97,9 @@ class DreamShardProposer(Proposer):  # type: ignore[misc]
     def feedback(
         self,
         partitionable: bool,
-        plan: list[ShardingOption] | None = None,
-        perf_rating: float | None = None,
-        storage_constraint: Topology | None = None,
+        plan: Optional[List[ShardingOption]] = None,
+        perf_rating: Optional[float] = None,
+        storage_constraint: Optional[Topology] = None,
     ) -> None:
         """Learns what became of the last proposal and prepares the next one."""
         choice, self._next = self._next, None
@@ -118,7 +119,7 @@ class DreamShardProposer(Proposer):  # type: ignore[misc]
             self._batch = max(1, self._batch // 4)
         if self._best is None:
             self._next = self._repaired(choice, start_over=new_topology)
-        elif self._failures < _MAX_FAILURES and time.monotonic() < self._deadline:
+        elif self._failures < _MAX_FAILURES and time.monotonic() < self.deadline:
             self._next = self._improved()
 
     def _costs(self) -> PlanCosts:
@@ -139,7 +140,7 @@ class DreamShardProposer(Proposer):  # type: ignore[misc]
         # every failure asks for more: finer shards and a little more room in HBM
         room = capacity.sum(axis=0) * (0.95 - 0.05 * self._repairs)
         relieved = choices.relieve(self._tables, choice, room, self._costs())
-        split = choices.finer(self._tables, relieved, 2 ** (self._repairs - 1))
+        split = choices.finer(self._tables, relieved, capacity, 2 ** (self._repairs - 1))
         return split or (relieved if relieved != choice else None)
 
     def _improved(self) -> Choice | None:
@@ -148,7 +149,7 @@ class DreamShardProposer(Proposer):  # type: ignore[misc]
         costs = self._costs()
         if self._num_proposed == 1:
             self._batch = max(1, costs.world_size // 16)
-        search = _ChangeSearch(self._tables, self._best, self._best_ranks, costs, self._tried, self._deadline)
+        search = _ChangeSearch(self._tables, self._best, self._best_ranks, costs, self._tried, self.deadline)
         changes = search.changes(self._batch)
         self._tried.update((key, id(option)) for key, option in changes.items())
         return {**self._best, **changes} if changes else None
@@ -203,6 +204,8 @@ class _ChangeSearch:
                 for rank in set(ranks):
                     on_device.setdefault(rank, []).append(key)
         uniform = [k for k, o in self._choice.items() if o.partition_by == PartitionByType.UNIFORM.value]
+        near = {key for rank in slowest for key in on_device.get(int(rank), [])} | set(uniform)
+        self._costs.warm_up(option for key in near for option in (self._choice[key], *self._tables[key]))
         for rank in slowest:
             heavy = sorted(on_device.get(int(rank), []), key=lambda k: (-self._costs.option_ms(self._choice[k]), k))
             for key in [*heavy[: 4 if count == 1 else 1], *(uniform if count == 1 else [])]:

@@ -22,6 +22,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import reset_shard_rank
 
 from torchrec_dreamshard.planner.partitioner import DreamShardPartitioner
+from torchrec_dreamshard.planner.proposer import DreamShardProposer
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class Search:
         """The best plan, a copy with ranks; None where nothing could be placed."""
         for proposer in self._proposers:
             proposer.load(search_space=space, enumerator=enumerator)
+            if isinstance(proposer, DreamShardProposer):
+                proposer.deadline = self._deadline
         for proposer in self._proposers:
             seen: dict[frozenset[int], tuple[bool, list[ShardingOption], float | None]] = {}
             while not self._late() and (proposal := proposer.propose()):
