@@ -33,7 +33,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--agent", help="agent file or shipped name (default: the shipped one for the tasks' device)")
     parser.add_argument("--profiler", default="analytic:a100", help=f"the judge: {PROFILER_HELP}; default: %(default)s")
     parser.add_argument("--strategies", nargs="+", metavar="NAME", help="default: all")
-    parser.add_argument("--time-budget", type=positive_float, metavar="S", help="seconds of search per task")
+    parser.add_argument(
+        "--time-budget", type=positive_float, default=2.0, metavar="S", help="seconds of search per task (default: 2)"
+    )
     add_task_arguments(parser, num_tasks=10)
     add_common_arguments(parser)
 
@@ -68,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_placers(agent: Agent, names: Sequence[str] | None, time_budget_s: float | None) -> dict[str, Placer]:
+def make_placers(agent: Agent, names: Sequence[str] | None, time_budget_s: float) -> dict[str, Placer]:
     """The named strategies in the order given, or all.
 
     Raises:
