@@ -67,3 +67,23 @@ def test_ranks_share_a_store_under_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["measured"] == 5
     assert sorted(m.provenance.details["sample"] for m in load_measurements(store)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.distributed
+def test_ranks_measure_steps_together_under_torchrun(tmp_path):
+    store = tmp_path / "s.jsonl"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
+    command = ["-m", "torchrec_dreamshard", "profile", "--comms", "--out", str(store), *QUICK, "--json"]
+    for num_samples, measured in ((2, 2), (3, 1)):
+        run = [*launch, *command, "--num-samples", str(num_samples)]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["measured"] == measured
+    records = load_measurements(store)
+    assert [record.task.num_devices for record in records] == [2, 3, 2]
+    assert all(record.provenance.details["exchange"] == "measured" and record.cost.step_ms > 0 for record in records)
+
+
+def test_steps_need_several_ranks(tmp_path, capsys):
+    assert main(["profile", "--comms", "--out", str(tmp_path / "s.jsonl")]) == 2
+    assert "torchrun" in capsys.readouterr().err

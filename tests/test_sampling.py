@@ -7,7 +7,7 @@ import pytest
 
 from torchrec_dreamshard.hardware import named_hardware
 from torchrec_dreamshard.pool import load_public_pool
-from torchrec_dreamshard.profiling.sampling import SamplingPlan
+from torchrec_dreamshard.profiling.sampling import SamplingPlan, StepPlan
 from torchrec_dreamshard.reuse import unique_rows
 
 POOL = load_public_pool()
@@ -84,3 +84,16 @@ def test_cuda_samples_have_cuda_variants():
 def test_impossible_plans_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(PLAN, **change)
+
+
+def test_step_plans_go_round_the_numbers_of_ranks_and_vary_in_balance():
+    plan = StepPlan(tables=PLAN, hosts=(0, 0, 1, 1))
+    samples = [plan[i] for i in range(60)]
+    assert [task.num_devices for task, _ in samples[:4]] == [2, 3, 4, 2]
+    assert [device.host for device in samples[2][0].devices] == [0, 0, 1, 1]
+    assert samples == [StepPlan(tables=PLAN, hosts=(0, 0, 1, 1))[i] for i in range(60)]
+    largest = [max(np.bincount(placement)) / len(placement) for _, placement in samples if len(placement) > 8]
+    assert min(largest) < 0.45 and max(largest) > 0.9
+    assert plan.fingerprint != StepPlan(tables=PLAN, hosts=(0, 0, 0, 1)).fingerprint
+    with pytest.raises(ValueError, match="at least 2 ranks"):
+        StepPlan(tables=PLAN, hosts=(0,))

@@ -20,6 +20,7 @@ from torchrec_dreamshard.cli.common import (
 if TYPE_CHECKING:
     from torchrec_dreamshard.profiling.collect import CollectConfig
     from torchrec_dreamshard.profiling.sampling import SamplingPlan
+    from torchrec_dreamshard.profiling.timing import TimingConfig
     from torchrec_dreamshard.samples import MeasurementStore
 
 _DESCRIPTION = """\
@@ -43,6 +44,12 @@ def add_parser(subparsers: Any) -> None:
         default=0,
         metavar="K",
         help="measure the first K samples twice and report how far the two differ (default: 0)",
+    )
+    parser.add_argument(
+        "--comms",
+        action="store_true",
+        help="all ranks of a torchrun launch measure whole steps of placements together, the exchange included, "
+        "for every number of ranks from 2 on",
     )
     what = parser.add_argument_group("what to measure")
     what.add_argument("--tables", metavar="FILE", help="tables file (CSV or JSON) to draw from (default: public pool)")
@@ -73,7 +80,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--out must be a .jsonl file to append to, got {args.out}")
     device = args.device if args.device == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     timing = TimingConfig(warmup=args.warmup, repeats=args.repeats, max_disturbed=args.max_disturbed)
-    profiler = FBGEMMProfiler(device, timing=timing, num_threads=args.threads, seed=args.seed)
     plan, store = _plan(args), MeasurementStore(args.out)
     config = CollectConfig(
         num_samples=args.num_samples,
@@ -83,13 +89,36 @@ def run(args: argparse.Namespace) -> int:
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
     )
     start = time.monotonic()
-    with progress_bar(share_size(config), "profile", "sample") as bar:
-        measured = collect(plan, profiler, store, config, progress=lambda _: bar.update())
-    measured = wait_for_ranks(measured)
+    if args.comms:
+        measured = _collect_steps(args, device, timing, plan, store, config)
+    else:
+        profiler = FBGEMMProfiler(device, timing=timing, num_threads=args.threads, seed=args.seed)
+        with progress_bar(share_size(config), "profile", "sample") as bar:
+            measured = collect(plan, profiler, store, config, progress=lambda _: bar.update())
+        measured = wait_for_ranks(measured)
     if config.rank == 0:
         result = _summary(store, plan, config, measured, time.monotonic() - start)
         emit(args, result, _text(result))
     return 0
+
+
+def _collect_steps(
+    args: argparse.Namespace,
+    device: str,
+    timing: TimingConfig,
+    plan: SamplingPlan,
+    store: MeasurementStore,
+    config: CollectConfig,
+) -> int:
+    from torchrec_dreamshard.profiling.collect import collect_steps, joined_ranks, rank_hosts, step_profilers
+
+    if config.world_size < 2:
+        raise ValueError("--comms needs at least 2 ranks: start it with torchrun --nproc_per_node 2 or more")
+    if config.num_repeated:
+        raise ValueError("--repeat-first is for fused kernels and cannot be used with --comms")
+    with joined_ranks(args.device), progress_bar(config.num_samples, "profile steps", "sample") as bar:
+        profilers = step_profilers(device, timing, args.threads, args.seed)
+        return collect_steps(rank_hosts(), plan, profilers, store, config, progress=lambda _: bar.update())
 
 
 def _plan(args: argparse.Namespace) -> SamplingPlan:
@@ -123,7 +152,7 @@ def _summary(
     from torchrec_dreamshard.profiling.collect import repeatability
 
     stored = list(store)
-    costs = [float(m.cost.compute_ms[0]) for m in stored if m.cost is not None and m.cost.compute_ms is not None]
+    costs = [float(m.cost.compute_ms.max()) for m in stored if m.cost is not None and m.cost.compute_ms is not None]
     result: dict[str, Any] = {
         "store": str(store.path),
         "plan": plan.fingerprint,

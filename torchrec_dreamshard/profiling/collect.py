@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +19,12 @@ from torchrec_dreamshard.errors import MeasurementError
 from torchrec_dreamshard.measurement import Measurement
 from torchrec_dreamshard.profiling.devices import device_name
 from torchrec_dreamshard.profiling.fbgemm_profiler import FBGEMMProfiler
-from torchrec_dreamshard.profiling.sampling import SamplingPlan
+from torchrec_dreamshard.profiling.sampling import SamplingPlan, StepPlan
+from torchrec_dreamshard.profiling.timing import TimingConfig
 from torchrec_dreamshard.samples import MeasurementStore
 
+_GO, _SKIP, _STOP = range(3)
+_RANK_TIMEOUT = datetime.timedelta(days=1)  # ranks end at different times
 _MAX_FAILURES = 20  # in a row: the device is lost, or the plan asks for what it cannot do
 
 
@@ -129,6 +135,92 @@ def share_size(config: CollectConfig) -> int:
     return sum(1 for _ in _share(config))
 
 
+def collect_steps(
+    hosts: Sequence[int],
+    tables: SamplingPlan,
+    profilers: Mapping[int, FBGEMMProfiler],
+    store: MeasurementStore,
+    config: CollectConfig,
+    *,
+    progress: Callable[[Measurement | None], None] = lambda measurement: None,
+) -> int:
+    """Measures placements as whole steps, exchange included: a collective call of all ranks.
+
+    Samples go round the numbers of devices from 2 to all ranks; a rank that a sample has no device for waits.
+    Rank 0 keeps the store and the time.
+
+    Args:
+        hosts: host of each rank (``rank_hosts``).
+        tables: the tables to place.
+        profilers: for each number of devices, the profiler with the group of its ranks (``step_profilers``).
+        store: rank 0's keeps the measurements, the other ranks' are not touched.
+        config: how much.
+        progress: as in ``collect``.
+
+    Returns:
+        How many samples were measured now.
+
+    Raises:
+        ValueError: the store holds measurements of another device.
+        MeasurementError: a rank was lost, or 20 samples failed in a row.
+    """
+    plan = StepPlan(tables=tables, hosts=tuple(hosts))
+    name, start = plan.fingerprint, time.monotonic()
+    done = _stored(store, name, device_name(profilers[2].device)) if config.rank == 0 else set()
+    measured = failures = 0
+    for sample in range(config.num_samples):
+        state = _GO
+        if config.rank == 0 and (sample, 0) in done:
+            state = _SKIP
+        elif config.rank == 0 and time.monotonic() - start >= config.budget_s:
+            state = _STOP
+        state = _agree(state)
+        if state == _STOP:
+            break
+        if state == _SKIP:
+            progress(None)
+            continue
+        task, placement = plan[sample]
+        measured += 1
+        if config.rank < task.num_devices:
+            measurement = profilers[task.num_devices].record(task, placement, plan=name, sample=sample, repetition=0)
+            if config.rank == 0:
+                store.append(measurement)
+            failures = failures + 1 if measurement.error else 0
+        if _agree(failures) >= _MAX_FAILURES:
+            raise MeasurementError(f"{_MAX_FAILURES} samples in a row failed: their errors are in {store.path}")
+        progress(None)
+    return measured
+
+
+def step_profilers(device: str, timing: TimingConfig, num_threads: int, seed: int) -> dict[int, FBGEMMProfiler]:
+    """Profilers for 2 ranks, 3 ranks and so on up to all of them; a collective call."""
+    return {
+        size: FBGEMMProfiler(
+            device, timing=timing, num_threads=num_threads, seed=seed, group=distributed.new_group(list(range(size)))
+        )
+        for size in range(2, distributed.get_world_size() + 1)
+    }
+
+
+def rank_hosts() -> list[int]:
+    """Index of each rank's host, in the order of the ranks; a collective call."""
+    names: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(names, socket.gethostname())
+    return [names.index(name) for name in names]
+
+
+@contextlib.contextmanager
+def joined_ranks(device: str) -> Iterator[None]:
+    """Joins the ranks of a torchrun launch for the body."""
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    distributed.init_process_group(backend, timeout=_RANK_TIMEOUT)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
 def wait_for_ranks(measured: int) -> int:
     """Waits until every rank of a torchrun launch has come here.
 
@@ -140,13 +232,22 @@ def wait_for_ranks(measured: int) -> int:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return measured
-    # Not before now: while they measure, the ranks have nothing to say to each other, so that a dead one holds
-    # nobody up.
-    distributed.init_process_group("gloo", timeout=datetime.timedelta(days=1))
-    total = torch.tensor(measured)
-    distributed.all_reduce(total)
-    distributed.destroy_process_group()
+    # Not before now: while they measure alone, the ranks have nothing to say to each other, so that a dead one
+    # holds nobody up.
+    with joined_ranks("cpu"):
+        total = torch.tensor(measured)
+        distributed.all_reduce(total)
     return int(total)
+
+
+def _agree(value: int) -> int:
+    """Rank 0's value, on every rank."""
+    shared = torch.tensor(value)
+    try:
+        distributed.broadcast(shared, src=0)
+    except RuntimeError as error:
+        raise MeasurementError(f"a rank was lost: {error}") from error
+    return int(shared)
 
 
 def _stored(store: MeasurementStore, plan: str, device: str) -> set[tuple[int, int]]:

@@ -7,6 +7,7 @@ partial sums of all columns, which a reduce-scatter adds up; an all-gather takes
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from torch import distributed
 
 from torchrec_dreamshard.errors import MeasurementError
 from torchrec_dreamshard.profiling import exchange_model
+from torchrec_dreamshard.profiling.timing import Phase, PhaseTimes, TimingConfig, time_phases
 from torchrec_dreamshard.types import DTYPE_BYTES, PlacementTask
 
 _TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -139,6 +141,42 @@ class ReduceScatter:
     def backward(self) -> None:
         """Every rank gets the gradients of all samples."""
         distributed.all_gather(self._shares, self._own, group=self._group)
+
+
+def time_exchange(
+    exchange: Exchange,
+    device: torch.device,
+    config: TimingConfig,
+    *,
+    delay_ms: float = 0.0,
+    group: distributed.ProcessGroup | None = None,
+) -> PhaseTimes:
+    """Times both directions of an exchange; a collective call.
+
+    Args:
+        exchange: what to time.
+        device: where this rank runs.
+        config: how often; the same on all ranks.
+        delay_ms: how long this rank comes late to the forward direction, as after a slower kernel.
+        group: the ranks of the exchange; None for all of them.
+
+    Returns:
+        ``R x 2`` times on this rank, forward and backward, each from this rank's start on. Waiting for ranks that
+        start later is part of them.
+    """
+
+    def meet() -> None:
+        align_ranks(device, group)
+
+    def meet_and_come_late() -> None:
+        meet()
+        time.sleep(delay_ms / 1000)
+
+    phases = (
+        Phase(exchange.forward, cold=False, align=meet_and_come_late, waits=True),
+        Phase(exchange.backward, cold=False, align=meet, waits=True),
+    )
+    return time_phases(phases, device, TimingConfig(warmup=config.warmup, repeats=config.repeats, max_disturbed=0))
 
 
 def align_ranks(device: torch.device, group: distributed.ProcessGroup | None = None) -> None:

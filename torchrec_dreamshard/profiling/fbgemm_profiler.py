@@ -42,6 +42,7 @@ class FBGEMMProfiler:
         num_threads: intra-op threads of a CPU measurement; a job that runs one process per core has one.
         seed: of weights, lookups and gradients.
         exchange: "auto" as above, or "modelled" to measure alone although other ranks are there.
+        group: the ranks to measure with; None for all of them.
 
     Raises:
         ValueError: an unknown kind of device, or no such device here.
@@ -55,12 +56,14 @@ class FBGEMMProfiler:
         num_threads: int = 1,
         seed: int = 0,
         exchange: str = "auto",
+        group: distributed.ProcessGroup | None = None,
     ) -> None:
         self.device = _existing_device(device)
         self.timing = timing or TimingConfig()
         self.num_threads = integer("FBGEMMProfiler", "num_threads", num_threads, 1)
         self.seed = integer("FBGEMMProfiler", "seed", seed, 0)
         self.exchange = choice("FBGEMMProfiler", "exchange", exchange, ("auto", "modelled"))
+        self.group = group
 
     def measure(self, task: PlacementTask, placement: Sequence[int]) -> CostBreakdown:
         """Measures one placement.
@@ -116,7 +119,7 @@ class FBGEMMProfiler:
         ]
         with torch_threads(self.num_threads):
             if self._together(task):
-                return time_step(task, placement, self.device, self.timing, seed=self.seed)
+                return time_step(task, placement, self.device, self.timing, seed=self.seed, group=self.group)
             return [time_device(own, self.device, self.timing, rng=np.random.default_rng(self.seed)) for own in shards]
 
     def _together(self, task: PlacementTask) -> bool:
@@ -125,7 +128,7 @@ class FBGEMMProfiler:
             and task.num_devices > 1
             and distributed.is_available()
             and distributed.is_initialized()
-            and distributed.get_world_size() == task.num_devices
+            and distributed.get_world_size(self.group) == task.num_devices
         )
 
     def _cost(self, task: PlacementTask, placement: Sequence[int], times: Sequence[PhaseTimes]) -> CostBreakdown:

@@ -20,13 +20,14 @@ import numpy as np
 
 from torchrec_dreamshard.pool import rebatch
 from torchrec_dreamshard.reuse import unique_rows
-from torchrec_dreamshard.types import DTYPE_BYTES, HardwareSpec, PlacementTask, ShardSpec
+from torchrec_dreamshard.types import DTYPE_BYTES, DeviceSpec, HardwareSpec, PlacementTask, ShardSpec
 from torchrec_dreamshard.validation import integer
 
 _AXES = ("num_tables", "batch_size", "weight_bytes", "dims", "variant")
 _UNIFORM_DIM_SHARE = 0.4  # of the samples have one dim throughout, as the paper's DLRM tasks do
 _TWO_FEATURES_SHARE = 0.05  # of the tables
 _POOLING_SPREAD, _ROWS_SPREAD = 0.3, 0.5  # standard deviations of logarithms: the pool's values are not the only ones
+_LEAST_EVEN, _MOST_EVEN = 0.3, 30.0  # concentrations of the Dirichlet distribution of tables over devices
 _MIN_WEIGHT_BYTES = 1 << 20
 _MIN_BATCH = 64
 _HISTOGRAM_DIGITS = 4
@@ -160,6 +161,39 @@ class SamplingPlan:
         return (
             lookups > self.max_lookups or output_bytes > self.max_output_bytes or 2 * used_bytes > self.max_weight_bytes
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """A sequence of placements to measure as whole steps, exchange included.
+
+    Indexing gives the task and the placement of a sample; every index from 0 on is legal.
+    """
+
+    tables: SamplingPlan
+    """Its samples are the tables to place."""
+    hosts: tuple[int, ...]
+    """Host of each rank there is; a sample uses the first 2 to all of them in turn."""
+
+    def __post_init__(self) -> None:
+        if len(self.hosts) < 2:
+            raise ValueError(f"StepPlan.hosts must name at least 2 ranks, got {self.hosts!r}")
+
+    @property
+    def fingerprint(self) -> str:
+        """Short name of the plan: equal plans have equal samples."""
+        return hashlib.sha256(f"{self.tables.fingerprint} {self.hosts}".encode()).hexdigest()[:12]
+
+    def __getitem__(self, index: int) -> tuple[PlacementTask, tuple[int, ...]]:
+        """The task and the placement of sample ``index``, the tables spread evenly or unevenly over the devices."""
+        num_devices = 2 + index % (len(self.hosts) - 1)
+        rng = np.random.default_rng([self.tables.seed, index, num_devices])
+        evenness = _LEAST_EVEN * (_MOST_EVEN / _LEAST_EVEN) ** rng.random()
+        shares = rng.dirichlet(np.full(num_devices, evenness))
+        shards = self.tables[index].shards
+        placement = rng.choice(num_devices, size=len(shards), p=shares)
+        devices = tuple(DeviceSpec(host=host) for host in self.hosts[:num_devices])
+        return PlacementTask(shards, devices, self.tables.hardware), tuple(placement.tolist())
 
 
 def _vary(tables: Sequence[ShardSpec], batch_size: int, variant: Mapping[str, Any]) -> list[ShardSpec]:
