@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchrec_dreamshard.pool import load_public_pool, rebatch
 from torchrec_dreamshard.profiling.workloads import (
     Bags,
     _reuse_counts,
@@ -14,6 +15,7 @@ from torchrec_dreamshard.profiling.workloads import (
     measure_tables,
     reuse_histogram,
 )
+from torchrec_dreamshard.reuse import unique_rows
 from torchrec_dreamshard.types import NUM_REUSE_BINS, ShardSpec
 
 
@@ -171,3 +173,17 @@ def test_tables_are_measured_over_features_and_ranks():
         measure_tables(batches, [table])
     with pytest.raises(ValueError, match="at least 3"):
         measure_tables(batches, [table], batches_per_step=3)
+
+
+@pytest.mark.parametrize("batch_size", [1024, 65_536])
+def test_lookups_follow_the_statistics_of_tables_across_the_public_pool(batch_size):
+    rng = np.random.default_rng(0)
+    distances = []
+    for shard in (rebatch(shard, batch_size) for shard in load_public_pool(include_unused=False)[::60]):
+        indices, offsets = make_bags(shard, rng)
+        assert len(indices) == round(batch_size * shard.pooling_factor) and len(offsets) == batch_size + 1
+        if len(indices):
+            distances.append(_distance(reuse_histogram(indices), shard.reuse_histogram))
+            unique = len(indices.unique())
+            assert unique == pytest.approx(unique_rows(shard), rel=0.05, abs=2)
+    assert np.median(distances) < 0.002 and np.percentile(distances, 75) < 0.05
