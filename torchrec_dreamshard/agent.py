@@ -164,11 +164,15 @@ class Agent:
         for prefix, module in (("cost", self.cost_model), ("policy", self.policy)):
             for name, tensor in module.state_dict().items():
                 tensors[f"{prefix}.{name}"] = tensor.detach().cpu().contiguous()
-        configs = {"cost": self.cost_model.config, "policy": self.policy.config, "search": self.search_config}
+        configs: dict[str, CostConfig | PolicyConfig | SearchConfig] = {
+            "cost": self.cost_model.config,
+            "policy": self.policy.config,
+            "search": self.search_config,
+        }
         about = {
             "format": FORMAT,
             "version": str(VERSION),
-            "configs": json.dumps({name: dataclasses.asdict(config) for name, config in configs.items()}),  # type: ignore[call-overload]
+            "configs": json.dumps({name: dataclasses.asdict(config) for name, config in configs.items()}),
             "metadata": json.dumps(self.metadata),
         }
         target = Path(path)
@@ -190,7 +194,9 @@ class Agent:
             ValueError: no such agent, or a file that is damaged, of another kind or of another version.
         """
         if path_or_name in SHIPPED:
-            path = resources.files("torchrec_dreamshard").joinpath("checkpoints", f"{path_or_name}.safetensors")
+            path = (
+                resources.files("torchrec_dreamshard").joinpath("checkpoints").joinpath(f"{path_or_name}.safetensors")
+            )
             with resources.as_file(path) as file:
                 return cls._read(file)
         return cls._read(Path(path_or_name))

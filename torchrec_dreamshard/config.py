@@ -70,11 +70,11 @@ class SearchConfig:
     """Placements sampled from the policy as starts, besides its greedy one."""
     num_starts: int = 3
     """How many of the best starts are refined."""
-    num_kicks: int = 24
+    num_kicks: int = 16
     """Perturbations in a row without a better placement after which the search has converged."""
-    num_candidates: int = 1024
+    num_candidates: int = 512
     """Moves and swaps of an iteration whose devices' costs are predicted."""
-    num_finalists: int = 64
+    num_finalists: int = 32
     """The best of them, whose whole step is predicted (fewer with very many devices)."""
     caution: float = 0.5
     """Standard deviations of the slowest device's predicted compute that are added to a predicted step."""
@@ -94,7 +94,7 @@ class TrainConfig:
     """Calls of ``Profiler.measure`` in all, exactly (paper: 100); failed measurements count."""
     num_iterations: int = 5
     """Rounds of collecting, fitting and improving the policy (paper: 10)."""
-    num_updates: int = 20
+    num_updates: int = 12
     """REINFORCE updates of a round (paper: 10)."""
     tasks_per_update: int = 8
     """Tasks of an update (paper: 1)."""
@@ -108,7 +108,8 @@ class TrainConfig:
     """Measure refined, heuristic and unbalanced placements besides the policy's, and train the policy on tasks
     of other sizes made from the same shards (paper: neither)."""
     num_imitations: int = 20
-    """Updates of a round that imitate refined placements, before REINFORCE (paper: none)."""
+    """Updates of a round that imitate the refined placements of ``tasks_per_update`` tasks, before REINFORCE
+    (paper: none)."""
     cost: CostConfig = CostConfig()
     policy: PolicyConfig = PolicyConfig()
     search: SearchConfig = SearchConfig()

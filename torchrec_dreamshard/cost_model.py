@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from torchrec_dreamshard.config import CostConfig
 from torchrec_dreamshard.features import TaskTensors
 
 
@@ -33,6 +34,8 @@ class CostPrediction(NamedTuple):
 class CostModel(nn.Module, ABC):
     """Predicts what placements cost; the single source of costs for the MDP, the policy and the search."""
 
+    config: CostConfig
+    """What ``make_cost_model`` builds the model from."""
     latent_dim: int
     """H."""
 

@@ -28,6 +28,7 @@ _TOTAL, _NEW_MAX = 3 * NUM_PARTS, 3 * NUM_PARTS + 1
 class Policy(nn.Module, ABC):
     """Scores devices. Acting and the loss both go through ``log_probs``, so that they share one mask."""
 
+    config: PolicyConfig
     own_dim: int
     """Length of the policy's own shard encodings, which are summed per device; 0 for none."""
 

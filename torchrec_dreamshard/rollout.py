@@ -95,12 +95,10 @@ def roll_out(
             if keep_trail:
                 trail.append((features, seen.legal, choices))
         placements, step_ms = episodes.finish()
-        kept = (
-            Trail(*(torch.stack(part) for part in zip(*trail, strict=True)), episodes.active.T, order)
-            if trail
-            else None
-        )
-        return Rollout(placements, step_ms, kept)
+        if not keep_trail:
+            return Rollout(placements, step_ms, None)
+        features, legal, choices = (torch.stack(part) for part in zip(*trail, strict=True))
+        return Rollout(placements, step_ms, Trail(features, legal, choices, episodes.active.T, order))
 
 
 def trail_log_probs(policy: Policy, mdp: EstimatedMDP, trail: Trail) -> Tensor:

@@ -70,10 +70,15 @@ class _Problem:
         self.hardware = self.tensors.hardware[0]
         self.finalists = max(8, min(config.num_finalists, _MAX_ROWS // self.num_devices))
 
-    def compute(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """``... x H`` to forward and backward compute ``... x 2`` and caution ``...``, all in ms."""
-        compute = self.model.device_compute(latents, self.hardware)
-        return compute, self.config.caution * self.model.compute_std(latents, self.hardware)
+    def compute(self, latents: Tensor) -> Tensor:
+        """``... x H`` to forward and backward compute ``... x 2`` in ms."""
+        return self.model.device_compute(latents, self.hardware)
+
+    def caution(self, latents: Tensor) -> Tensor:
+        """``... x H`` to what is added to a device's time for the model's doubt, ``...`` in ms."""
+        if not self.config.caution:
+            return latents.new_zeros(latents.shape[:-1])
+        return self.config.caution * self.model.compute_std(latents, self.hardware)
 
     def step_ms(self, compute: Tensor, caution: Tensor, latents: Tensor) -> Tensor:
         """Predicted steps with caution of ``K x D`` devices: ``K``."""
@@ -91,7 +96,8 @@ class _Problem:
 
 def _power(values: Tensor) -> Tensor:
     """16th powers; far cheaper than ``pow``."""
-    return values.square().square().square().square()
+    power: Tensor = values.square().square().square().square()
+    return power
 
 
 def _root(values: Tensor) -> Tensor:
@@ -109,7 +115,7 @@ class _Walk:
         self.latents = one_more.index_add(0, placement, problem.latents[:-1])
         self.exchange = problem.shard_load.new_zeros(num).index_add(0, placement, problem.shard_load[:-1, 2])
         self.free = problem.capacity.index_add(0, placement, problem.need[:-1], alpha=-1)
-        self.compute, self.caution = problem.compute(self.latents)
+        self.compute, self.caution = problem.compute(self.latents), problem.caution(self.latents)
         self.step_ms = float(problem.step_ms(self.compute[None], self.caution[None], self.latents[None]))
         self.parts = problem.parts(self.compute.clamp(min=0), self.exchange, problem.background)
         self.scale = self.parts.amax(dim=0).clamp(min=1e-9)
@@ -154,40 +160,39 @@ class _Walk:
         count = min(problem.config.num_candidates, len(smooth))
         return _take(candidates, smooth.topk(count, largest=False).indices)
 
-    def sieve_devices(self, candidates: _Candidates) -> tuple[_Candidates, Tensor, Tensor, Tensor, Tensor]:
+    def sieve_devices(self, candidates: _Candidates) -> tuple[_Candidates, Tensor, Tensor, Tensor]:
         """The candidates in ascending smooth imbalance, their two devices predicted anew.
 
         Returns:
-            Candidates, smooth imbalance ``M``, and both devices' latents ``M x 2 x H``, compute ``M x 2 x 2`` and
-            caution ``M x 2``.
+            Candidates, smooth imbalance ``M``, and both devices' latents ``M x 2 x H`` and compute ``M x 2 x 2``.
         """
         problem = self.problem
         change = problem.latents[candidates.shard] - problem.latents[candidates.back]
         pair = torch.stack([candidates.source, candidates.target], dim=1)
         latents = self.latents[pair] + torch.stack([-change, change], dim=1)
-        compute, caution = problem.compute(latents)
+        compute = problem.compute(latents)
         sent = problem.shard_load[candidates.shard, 2] - problem.shard_load[candidates.back, 2]
         exchange = self.exchange[pair] + torch.stack([-sent, sent], dim=1)
         parts = problem.parts(compute.clamp(min=0), exchange, problem.background[pair])
         smooth = self.smoothed(candidates, parts[:, 0], parts[:, 1])
         order = smooth.argsort(stable=True)
-        return _take(candidates, order), smooth[order], latents[order], compute[order], caution[order]
+        return _take(candidates, order), smooth[order], latents[order], compute[order]
 
     def improved(self, generator: torch.Generator) -> _Walk | None:
         """The best neighbour if it is better, else None."""
         candidates = self.sieve_additive(generator)
         if not len(candidates.shard):
             return None
-        candidates, smooth, latents, compute, caution = self.sieve_devices(candidates)
-        finalists = self.problem.finalists
-        rows = torch.arange(min(finalists, len(smooth)))
-        count = len(rows)
+        candidates, smooth, latents, compute = self.sieve_devices(candidates)
+        count = min(self.problem.finalists, len(smooth))
+        rows = torch.arange(count)
+        caution = self.problem.caution(latents[:count])
         all_latents = self.latents.expand(count, -1, -1).clone()
         all_compute, all_caution = self.compute.expand(count, -1, -1).clone(), self.caution.expand(count, -1).clone()
         for side, device in enumerate((candidates.source[:count], candidates.target[:count])):
             all_latents[rows, device] = latents[:count, side]
             all_compute[rows, device] = compute[:count, side]
-            all_caution[rows, device] = caution[:count, side]
+            all_caution[rows, device] = caution[:, side]
         step = self.problem.step_ms(all_compute, all_caution, all_latents)
         best = int(step.argmin())
         if float(step[best]) >= self.step_ms * (1 - _BETTER):

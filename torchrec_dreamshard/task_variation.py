@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchrec_dreamshard.packing import memory_of
+from torchrec_dreamshard.packing import FloatArray, memory_of
 from torchrec_dreamshard.types import PlacementTask
 
 NUM_DEVICES = (2, 3, 4, 5, 6, 8, 12, 16)
 """Device counts of practice tasks."""
-MAX_SHARDS = 120
+MAX_SHARDS = 80
 _TIGHT_SHARE = 0.25
 _ROOMY_FACTOR = 2.0
 
@@ -42,10 +42,19 @@ def vary_task(base: PlacementTask, tasks: Sequence[PlacementTask], generator: np
         room = even / generator.uniform(0.7, 0.9)
     else:
         room = np.maximum(capacity[0], _ROOMY_FACTOR * even)
-    room = np.maximum(room, 1.2 * need.max(axis=0))
+    room = np.maximum(room, _most_used(need, num_devices))
     per_host = 8 if generator.random() < 0.5 else num_devices
     devices = tuple(
         dataclasses.replace(base.devices[0], hbm_bytes=int(room[0]), ddr_bytes=int(room[1]), host=index // per_host)
         for index in range(num_devices)
     )
     return PlacementTask(task.shards, devices, base.hardware)
+
+
+def _most_used(need: FloatArray, num_devices: int) -> FloatArray:
+    """Memory of one device that surely suffices: the most that dealing the largest shards first takes anywhere."""
+    used = np.zeros((num_devices, 2))
+    size = need / np.maximum(need.sum(axis=0), 1.0)
+    for shard in np.argsort(-size.max(axis=1), kind="stable"):
+        used[(used / np.maximum(need.sum(axis=0), 1.0)).max(axis=1).argmin()] += need[shard]
+    return np.asarray(used.max(axis=0))

@@ -13,6 +13,7 @@ range; and the policy sees tasks of other sizes made from the same shards, and f
 
 from __future__ import annotations
 
+import copy
 import platform
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ from torchrec_dreamshard.mdp import EstimatedMDP
 from torchrec_dreamshard.measurement import Measurement, Profiler, Provenance
 from torchrec_dreamshard.packing import check_possible, repair
 from torchrec_dreamshard.policy_network import make_policy
-from torchrec_dreamshard.rollout import Rollout, roll_out, trail_log_probs
+from torchrec_dreamshard.rollout import Rollout, Trail, roll_out, trail_log_probs
 from torchrec_dreamshard.task_variation import vary_task
 from torchrec_dreamshard.types import PlacementTask
 
@@ -103,9 +104,7 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(seed)
         self.start = agent
         self.cost_model = make_cost_model(config.cost) if agent is None else agent.cost_model
-        self.policy = make_policy(config.policy if agent is None else agent.policy.config, self.generator)
-        if agent is not None:
-            self.policy.load_state_dict(agent.policy.state_dict())
+        self.policy = make_policy(config.policy, self.generator) if agent is None else copy.deepcopy(agent.policy)
         self.fitted, self.num_fitted = agent is not None, 0
         self.report: FitReport | None = None
         updates = config.num_iterations * (config.num_imitations + config.num_updates)
@@ -188,17 +187,21 @@ class Trainer:
         if not self.fitted:
             return
         self.policy.train()
-        for step in range(self.config.num_imitations + self.config.num_updates):
-            mdp = self._practice()
-            imitates = step < self.config.num_imitations
-            loss = self._imitation_loss(mdp) if imitates else self._reinforce_loss(mdp)
-            self.optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
-            self.optimizer.step()
-            self.schedule.step()
-            self._advance("imitate" if imitates else "improve")
+        if self.config.num_imitations:
+            mdp, trail = self._refined_trail()
+            for _ in range(self.config.num_imitations):
+                self._update(self._imitation_loss(mdp, trail), "imitate")
+        for _ in range(self.config.num_updates):
+            self._update(self._reinforce_loss(self._practice()), "improve")
         self.policy.eval()
+
+    def _update(self, loss: Tensor, phase: str) -> None:
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self._advance(phase)
 
     def _practice(self) -> EstimatedMDP:
         """Tasks for one update."""
@@ -219,8 +222,9 @@ class Trainer:
         assert rollout is not None
         return rollout
 
-    def _imitation_loss(self, mdp: EstimatedMDP) -> Tensor:
-        """Cross entropy along the refined placements of the tasks."""
+    def _refined_trail(self) -> tuple[EstimatedMDP, Trail]:
+        """Refined placements of some tasks, as episodes to imitate."""
+        mdp = self._practice()
         follow = torch.zeros(mdp.order.shape, dtype=torch.int64)
         for row, task in enumerate(mdp.tasks):
             single = EstimatedMDP(self.cost_model, [task])
@@ -229,9 +233,12 @@ class Trainer:
             follow[row, : task.num_shards] = torch.tensor(refined.placement)
         rollout = roll_out(mdp, self.policy, follow=follow, keep_trail=True)
         assert rollout is not None and rollout.trail is not None
-        trail = rollout.trail
+        return mdp, rollout.trail
+
+    def _imitation_loss(self, mdp: EstimatedMDP, trail: Trail) -> Tensor:
+        """Cross entropy along episodes to imitate."""
         chosen = trail_log_probs(self.policy, mdp, trail).gather(-1, trail.choices[..., None]).squeeze(-1)
-        # A device that repair had overfilled may be illegal on the way: nothing is learned from that step.
+        # A device that overflows on the way, until a later shard leaves it, is illegal there: nothing to learn.
         usable = trail.active & chosen.isfinite()
         return -torch.where(usable, chosen, 0.0).sum() / usable.sum().clamp(min=1)
 
