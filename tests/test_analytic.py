@@ -214,6 +214,16 @@ def test_task_hardware_can_be_taken():
     assert AnalyticProfiler(None).measure(task, placement) == AnalyticProfiler("v100").measure(task, placement)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("is_pooled", [True, False])
+def test_shards_without_lookups_are_legal_and_nearly_free(is_pooled):
+    shard = ShardSpec(rows=100, dim=16, pooling_factor=0, is_pooled=is_pooled)
+    cost = AnalyticProfiler().measure(PlacementTask.uniform([shard], 2), [1])
+    assert cost.backward_compute_ms.tolist() == [0, 0]
+    assert 0 < cost.forward_compute_ms[1] < 0.1
+    assert np.isfinite(cost.step_ms)
+
+
 def test_uvm_kernels_are_plain_on_a_cpu():
     shard = dataclasses.replace(POOL[0], kernel="fused_uvm", hbm_bytes=None)
     assert compute_ms([shard], "cpu") == compute_ms([POOL[0]], "cpu")

@@ -45,9 +45,12 @@ _GB_S_TO_BYTES_PER_MS = 1e6
 
 DEFAULT_CACHE_LOAD_FACTOR = 0.2  # [torchrec: uvm_caching_ratio]
 
-STATE_BYTES_PER_ROW = {"sgd": (0.0, 0.0), "none": (0.0, 0.0), "rowwise_adagrad": (0.0, 4.0)} | {
+STATE_BYTES_PER_ROW = {
+    "sgd": (0.0, 0.0),
+    "rowwise_adagrad": (0.0, _FP32),
     "adagrad": (_FP32, 0.0),
     "adam": (2 * _FP32, 0.0),
+    "none": (0.0, 0.0),
 }
 """Optimizer state of one row: bytes per column and bytes per row."""
 
@@ -154,7 +157,7 @@ def shard_loads(shards: Sequence[ShardSpec], hardware: HardwareSpec) -> ShardLoa
     return ShardLoads(
         forward=forward * slow,
         backward=backward * slow,
-        forward_serial=np.where(traffic.pooled, traffic.lookups / traffic.outputs, 1.0) * constants.bag_step_us / 1e3,
+        forward_serial=traffic.bag_length() * constants.bag_step_us / 1e3,
         backward_serial=np.where(traffic.trained, traffic.hottest_uses(), 0.0) * traffic.hot_use_ms,
         separate=dense[:, None] * own_launches,
         exchange_bytes=traffic.batch * traffic.output_columns * DTYPE_BYTES[hardware.comms_dtype],
@@ -265,6 +268,10 @@ class _Traffic:
         update += self.unique * self.state_bytes * np.where(state_in_host, 1 / self.host_link, 2 / scattered)
         work = streamed / self.memory + again * hit * gradient_bytes / self.cache + update + self._instructions_ms(1)
         return np.where(self.trained, work, 0.0)
+
+    def bag_length(self) -> FloatArray:
+        """Mean lookups of an output row."""
+        return np.asarray(np.where(self.pooled, self.lookups / np.maximum(self.bags, 1.0), 1.0))
 
     def hottest_uses(self) -> FloatArray:
         """Uses of the row that is used most."""
