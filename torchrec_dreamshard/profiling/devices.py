@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import logging
+import os
 import platform
+import subprocess
+from typing import Any
 
 import torch
 
 from torchrec_dreamshard.hardware import HARDWARE
+
+_GPU_STATE = ("clocks.sm", "clocks.mem", "temperature.gpu", "clocks_throttle_reasons.active")
+
+logger = logging.getLogger(__name__)
 
 
 def named_device(device: torch.device) -> str:
@@ -48,3 +56,17 @@ def installed_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def device_state(device: torch.device) -> dict[str, Any]:
+    """What may disturb a measurement right now: load of the host, clocks and throttling of a GPU."""
+    if device.type == "cpu":
+        return {"load": round(os.getloadavg()[0], 2)}
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    command = ["nvidia-smi", f"--id={uuid}", f"--query-gpu={','.join(_GPU_STATE)}", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.warning("clocks of %s are not known: %s", device, error)
+        return {}
+    return dict(zip(_GPU_STATE, (value.strip() for value in answer.split(",")), strict=False))

@@ -14,7 +14,7 @@ from torch import distributed
 from torchrec_dreamshard.errors import MeasurementError
 from torchrec_dreamshard.measurement import TERMS, CostBreakdown, Measurement, Provenance
 from torchrec_dreamshard.profiling.comms import modelled_exchange_ms
-from torchrec_dreamshard.profiling.devices import device_name, installed_versions
+from torchrec_dreamshard.profiling.devices import device_name, device_state, installed_versions
 from torchrec_dreamshard.profiling.fused_kernels import time_device
 from torchrec_dreamshard.profiling.step import time_step
 from torchrec_dreamshard.profiling.timing import PhaseTimes, TimingConfig, torch_threads
@@ -148,7 +148,7 @@ class FBGEMMProfiler:
         )
 
     def _provenance(self, times: Sequence[PhaseTimes], details: Mapping[str, Any]) -> Provenance:
-        kept: dict[str, Any] = dict(details)
+        kept: dict[str, Any] = {**details, **device_state(self.device)}
         if self.device.type == "cpu":
             kept["threads"] = self.num_threads
         if times:
