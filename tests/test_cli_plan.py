@@ -1,0 +1,80 @@
+"""``dreamshard plan`` from tables files and model factories to plan, picture and reasons."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from planner_models import bag_collection
+from stand_in_agent import StandInAgent
+
+from torchrec_dreamshard.cli import main
+from torchrec_dreamshard.planner import costs, load_plan
+
+
+def model_factory():
+    return bag_collection("meta")
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(costs, "resolve_agent", lambda agent, device: StandInAgent())
+    path = tmp_path / "tables.csv"
+    path.write_text(
+        "name,rows,dim,pooling,features,is_pooled,is_weighted\n"
+        "a,1000,64,10,2,true,false\nb,2000,32,1,1,true,true\nc,500,16,3,1,false,false\nd,100,64,5,1,true,false\n"
+    )
+    return path
+
+
+def test_tables_to_plan_picture_and_reasons(tables, capsys):
+    pytest.importorskip("matplotlib")
+    argv = ["plan", "--tables", str(tables), "--world-size", "4", "--local-world-size", "2", "--hbm-gib", "1"]
+    argv += ["--out", "p.json", "--picture", "p.png", "--explain", "--json", "--pin", "d=3", "--together", "a", "b"]
+    assert main(argv) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["num_tables"] == 4 and len(result["devices"]) == 4 and len(result["tables"]) == 4
+    plan = {name: s.ranks for module in load_plan("p.json").plan.values() for name, s in module.items()}
+    assert plan["d"] == [3] and plan["a"] == plan["b"]
+    assert (tables.parent / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_model_factory_and_text(tables, capsys):
+    assert main(["plan", "--model", f"{__name__}:model_factory", "--world-size", "2", "--compute-device", "cpu"]) == 0
+    assert "4 tables planned on 2 ranks" in capsys.readouterr().out
+    assert main(["plan", "--tables", str(tables), "--world-size", "2", "--explain", "--previous", "plan.json"]) == 0
+    assert "new table" in capsys.readouterr().out
+
+
+def test_topology_file(tables, tmp_path, capsys):
+    (tmp_path / "topology.json").write_text('{"world_size": 8, "local_world_size": 4, "hbm_cap": 1000000000}')
+    assert main(["plan", "--tables", str(tables), "--topology", "topology.json", "--world-size", "4", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["devices"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--world-size", "2", "--batch-size", "1", "--hbm-gib", "1e-4", "--ddr-gib", "1e-4"], "shard bags.a needs"),
+        ([], "world size"),
+        (["--world-size", "3", "--local-world-size", "2"], "multiple of its local_world_size"),
+        (["--world-size", "2", "--pin", "a"], "TABLE=RANK"),
+        (["--world-size", "2", "--previous", "none.json"], "none.json"),
+        (["--world-size", "2", "--topology", "none.json"], "none.json"),
+    ],
+)
+def test_bad_input_is_one_line(tables, capsys, argv, message):
+    assert main(["plan", "--tables", str(tables), *argv]) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert message in error[-1] and "Traceback" not in "\n".join(error)
+    assert not (tables.parent / "plan.json").exists()
+
+
+def test_a_picture_without_matplotlib_is_explained(tables, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert main(["plan", "--tables", str(tables), "--world-size", "2", "--picture", "p.png"]) == 2
+    assert "torchrec_dreamshard[plot]" in capsys.readouterr().err
