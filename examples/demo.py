@@ -13,9 +13,11 @@ import logging
 import statistics
 import time
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tiny_dlrm import Batch, TinyDLRM, Trainer, draw_tables, make_batches
@@ -28,6 +30,8 @@ from torchrec_dreamshard import CostBreakdown, DreamShardPlanner, LearnedPerfMod
 from torchrec_dreamshard.cli.common import format_table
 from torchrec_dreamshard.picture import draw_cost
 from torchrec_dreamshard.planner import save_plan
+from torchrec_dreamshard.profiling.hooks import CostRecorder, record_costs
+from torchrec_dreamshard.samples import MeasurementStore, load_measurements
 
 CPU = torch.device("cpu")
 
@@ -40,21 +44,21 @@ class Contestant:
     plan: ShardingPlan
     plan_s: float
     predicted: CostBreakdown | None
+    """On rank 0, which planned."""
     trainer: Trainer
+    recorder: CostRecorder
     step_ms: list[float] = field(default_factory=list)
-    busy_ms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
     def run(self, batches: list[Batch], *, record: bool) -> None:
         """Trains one round; all ranks start each step together."""
         for batch in batches:
             dist.barrier()
-            wall, busy = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
             loss = self.trainer.step(batch)
             if record:
-                self.busy_ms.append(1e3 * (time.process_time() - busy))
-                self.step_ms.append(1e3 * (time.perf_counter() - wall))
-                self.losses.append(float(loss))
+                self.step_ms.append(1e3 * (time.perf_counter() - start))
+            self.losses.append(float(loss))
 
 
 def parse_args() -> argparse.Namespace:
@@ -80,19 +84,24 @@ def main() -> None:
     tables = draw_tables(args.num_tables, batch_size=args.batch_size, max_rows=args.max_rows, seed=args.seed)
     stream = make_batches(tables, dist.get_rank(), dist.get_world_size(), args.seed)
     batches = [next(stream) for _ in range(4)]
+    args.out.mkdir(parents=True, exist_ok=True)
     say(describe(tables, args, sum(batch.ids.values().numel() for batch in batches) // len(batches)))
 
     contestants = [plan_and_shard(name, tables, args) for name in ("TorchRec", "DreamShard")]
     for contestant in contestants:
         contestant.run(batches, record=False)  # warm-up
+        contestant.recorder.attach()
     for turn in range(args.rounds):
         say(f"round {turn + 1} of {args.rounds}")
         for contestant in contestants if turn % 2 == 0 else reversed(contestants):
             contestant.run(batches, record=True)
 
-    measured = [gather(contestant) for contestant in contestants]
-    say("\n" + report(contestants, measured))
+    for contestant in contestants:
+        contestant.recorder.detach()  # writes the record, a collective call
+    train_ms = [all_ranks(statistics.median(contestant.step_ms)) for contestant in contestants]
     if dist.get_rank() == 0:
+        measured = [load_measurements(record_path(args, c.name))[-1].cost for c in contestants]
+        say("\n" + report(contestants, measured, train_ms))
         write_results(contestants[1], args.out)
         say(f"\nwritten: {args.out / 'demo_plan.json'} and {args.out / 'demo_plan.png'}")
     dist.destroy_process_group()
@@ -139,57 +148,74 @@ def plan_and_shard(name: str, tables: list[ShardSpec], args: argparse.Namespace)
     plan_s = time.perf_counter() - start
     # One judge for both plans: the agent's prediction. Only rank 0 planned and knows the options.
     predicted = LearnedPerfModel(topology, args.agent).breakdown(chosen) if chosen else None
-    return Contestant(name, plan, plan_s, predicted, Trainer(model, plan, CPU))
+    trainer = Trainer(model, plan, CPU)
+    store = MeasurementStore(record_path(args, name))
+    recorder = record_costs(trainer.model, store, steps_per_record=4 * args.rounds)
+    return Contestant(name, plan, plan_s, predicted, trainer, recorder)
 
 
-def gather(contestant: Contestant) -> list[dict[str, float]]:
-    """Medians of every rank, the same on all ranks."""
-    own = {"step": statistics.median(contestant.step_ms), "busy": statistics.median(contestant.busy_ms)}
-    every: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, own)
-    return every
+def record_path(args: argparse.Namespace, name: str) -> Path:
+    """Where a contestant's measured costs are appended."""
+    return args.out / f"demo_{name.lower()}.jsonl"
 
 
-def report(contestants: list[Contestant], measured: list[list[dict[str, float]]]) -> str:
+def all_ranks(value: float) -> list[float]:
+    """The value of every rank."""
+    values = [0.0] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def report(contestants: list[Contestant], measured: list[CostBreakdown], train_ms: list[list[float]]) -> str:
     """The comparison as a table."""
-
-    def per_rank(values: list[float]) -> str:
-        return " / ".join(f"{value:.1f}" for value in values)
-
     rows: list[list[str]] = [
         [label]
         for label in (
             "planning time, s",
             "shards per rank",
-            "predicted embedding step per rank, ms",
-            "measured training step per rank, ms",
-            "measured busy time per rank, ms",
-            "balance (busiest rank over mean)",
+            "kernels per rank, predicted, ms",
+            "kernels per rank, measured, ms",
+            "embedding step per rank, predicted, ms",
+            "embedding step per rank, measured, ms",
+            "whole training step per rank, measured, ms",
+            "balance (busiest rank's kernels over mean)",
             "loss of rank 0, first and last step",
         )
     ]
-    for contestant, ranks in zip(contestants, measured, strict=True):
-        busy = [rank["busy"] for rank in ranks]
-        predicted = contestant.predicted.device_ms.tolist() if contestant.predicted else []
+    for contestant, cost, train in zip(contestants, measured, train_ms, strict=True):
+        kernels = kernels_ms(cost)
         cells = (
             f"{contestant.plan_s:.2f}",
-            " / ".join(str(count) for count in count_shards(contestant.plan)),
-            per_rank(predicted),
-            per_rank([rank["step"] for rank in ranks]),
-            per_rank(busy),
-            f"{max(busy) / statistics.mean(busy):.3f}",
+            " / ".join(map(str, count_shards(contestant.plan))),
+            per_rank(kernels_ms(contestant.predicted)),
+            per_rank(kernels),
+            per_rank(contestant.predicted.device_ms),
+            per_rank(cost.device_ms),
+            per_rank(train),
+            f"{kernels.max() / kernels.mean():.3f}",
             f"{contestant.losses[0]:.4f} -> {contestant.losses[-1]:.4f}",
         )
         for row, cell in zip(rows, cells, strict=True):
             row.append(cell)
-    steps = [statistics.mean(rank["step"] for rank in ranks) for ranks in measured]
+    steps = [statistics.mean(train) for train in train_ms]
     change = 100 * (steps[1] / steps[0] - 1)
     return f"""{format_table(["", *(c.name for c in contestants)], rows)}
 
-Times are medians of {len(contestants[0].step_ms)} steps. Both predictions are the agent's and cover the embeddings
-alone; a measured step also has the input exchange and the dense layers. Busy time is a rank's CPU time. Both planners
-know each table's lookups per sample; DreamShard's also knows their reuse, which TorchRec's has no input for.
-With DreamShard's plan a step takes {abs(change):.1f} % {"less" if change < 0 else "more"} time."""
+Times are medians of {len(contestants[0].step_ms)} steps, measured inside the running models. All predictions are
+the agent's. An embedding step is kernels and exchanges (with the wait in them) and data-parallel tables, if any; the whole step
+also has the input exchange and the dense layers. Both planners know each table's lookups per sample; DreamShard's
+also knows their reuse, which TorchRec's has no input for.
+With DreamShard's plan a training step takes {abs(change):.1f} % {"less" if change < 0 else "more"} time."""
+
+
+def kernels_ms(cost: CostBreakdown) -> np.ndarray:
+    """Forward and backward kernels of each rank, data-parallel tables included."""
+    return cost.compute_ms if cost.background_ms is None else cost.compute_ms + cost.background_ms
+
+
+def per_rank(values: Iterable[float]) -> str:
+    """One number per rank."""
+    return " / ".join(f"{value:.1f}" for value in values)
 
 
 def count_shards(plan: ShardingPlan) -> list[int]:
@@ -206,7 +232,6 @@ def count_shards(plan: ShardingPlan) -> list[int]:
 
 def write_results(contestant: Contestant, folder: Path) -> None:
     """Writes a plan as JSON and as a picture of its predicted cost."""
-    folder.mkdir(parents=True, exist_ok=True)
     save_plan(folder / "demo_plan.json", contestant.plan, predicted=contestant.predicted)
     draw_cost(folder / "demo_plan.png", contestant.predicted, title="DreamShard's plan, predicted")
 
