@@ -1,8 +1,4 @@
-"""``dreamshard compare``: place tasks with every strategy and let a profiler, not the cost model, judge.
-
-The strategies are the human-expert heuristics, the policy network alone, the search alone (started from the
-heuristics) and both together, which is what a plan uses.
-"""
+"""``dreamshard compare``: place tasks with every strategy and let a profiler judge."""
 
 from __future__ import annotations
 
@@ -24,12 +20,16 @@ if TYPE_CHECKING:
 
 Placer = Callable[["PlacementTask", int], Sequence[int]]
 
+_DESCRIPTION = """\
+Places tasks with the human-expert heuristics, the policy network alone, the search alone (started from the
+heuristics) and both together, which is what a plan uses. A profiler, not the agent's own cost model, judges.
+"""
 LEARNED = ("policy", "search", "both")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Adds the command."""
-    parser = subparsers.add_parser("compare", help="compare placement strategies", description=__doc__)
+    parser = subparsers.add_parser("compare", help="compare placement strategies", description=_DESCRIPTION)
     parser.add_argument("--agent", help="agent file or shipped name (default: the shipped one for the tasks' device)")
     parser.add_argument("--profiler", default="analytic:a100", help=f"the judge: {PROFILER_HELP}; default: %(default)s")
     parser.add_argument("--strategies", nargs="+", metavar="NAME", help="default: all")
