@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -11,7 +12,9 @@ import torch.multiprocessing as mp
 from planner_models import (
     bag_collection,
     bag_configs,
+    feature_processed,
     jagged_batch,
+    managed_collisions,
     quiet_topology,
     sequence_collection,
     sequence_configs,
@@ -20,8 +23,10 @@ from stand_in_agent import StandInAgent
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -203,3 +208,139 @@ def mismatch_worker(rank):
 
 def test_topology_of_another_size_is_refused():
     launch(mismatch_worker)
+
+
+def fp_worker(rank, kind):
+    constraints = {f"t{i}": ParameterConstraints(sharding_types=[kind]) for i in range(4)} if kind else None
+    compare_with_unsharded(
+        rank,
+        feature_processed,
+        bag_configs(),
+        FeatureProcessedEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(fused_params=dict(SGD))),
+        constraints,
+    )
+
+
+def test_feature_processed_bags_match_unsharded():
+    launch(fp_worker, None)
+
+
+def several_worker(rank):
+    """Bags and sequences in one model, each table with its own type."""
+    kinds = {"t0": "row_wise", "t1": "column_wise", "t2": "data_parallel", "t3": "table_wise", "s0": "row_wise"}
+    constraints = {name: ParameterConstraints(sharding_types=[kind], min_partition=8) for name, kind in kinds.items()}
+    model = nn.ModuleDict({"bags": bag_collection("meta"), "sequences": sequence_collection("meta")})
+    sharders = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+    plan = DreamShardPlanner(
+        quiet_topology(WORLD), 6, constraints=constraints, stats=[], agent=StandInAgent()
+    ).collective_plan(model, sharders)
+    sharded = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=plan,
+        sharders=sharders,
+    )
+    bags = sharded.module["bags"](jagged_batch(bag_configs(), 6, rank))
+    assert {key: bags[key].shape for key in bags.keys()} == {  # noqa: SIM118 - a KeyedTensor is no dict
+        "t0_f0": (6, 8),
+        "t1_f0": (6, 16),
+        "t2_f0": (6, 32),
+        "t3_f0": (6, 4),
+    }
+    sequences = sharded.module["sequences"](jagged_batch(sequence_configs(), 6, rank))
+    assert sorted(sequences.keys()) == ["s0_f0", "s1_f0", "s2_f0"]
+
+
+def test_mixed_types_and_modules_run():
+    launch(several_worker)
+
+
+def managed_collision_worker(rank):
+    model = Model(managed_collisions("sequence"))
+    sharders = get_default_sharders()
+    plan = DreamShardPlanner(quiet_topology(WORLD), 6, stats=[], agent=StandInAgent()).collective_plan(model, sharders)
+    sharded = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=plan,
+        sharders=sharders,
+    )
+    embeddings, _ = sharded.module.collection(jagged_batch(sequence_configs(), 6, rank))
+    sum(embeddings[key].values().sum() for key in sorted(embeddings.keys())).backward()
+
+
+def test_managed_collisions_run():
+    launch(managed_collision_worker)
+
+
+def sharding_group_worker(rank):
+    """The topology describes one sharding group of a DMPCollection, the process group the whole job."""
+    model, sharders = Model(bag_collection()), [EmbeddingBagCollectionSharder()]
+    planner = DreamShardPlanner(quiet_topology(1), 6, stats=[], agent=StandInAgent(), sharding_group_size=1)
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    assert {rank for s in plan.plan["collection"].values() for rank in s.ranks} == {0}
+    with pytest.raises(PlannerError, match="world size of 1.*2 ranks.*sharding_group_size"):
+        DreamShardPlanner(quiet_topology(1), 6, stats=[], agent=StandInAgent()).collective_plan(model, sharders)
+    wrong = DreamShardPlanner(quiet_topology(4), 6, stats=[], agent=StandInAgent(), sharding_group_size=4)
+    with pytest.raises(PlannerError, match="divide the process group's 2 ranks"):
+        wrong.collective_plan(model, sharders)
+
+
+def test_sharding_group_of_a_collection():
+    launch(sharding_group_worker)
+
+
+def environment_worker(rank):
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    planner = DreamShardPlanner(quiet_topology(WORLD), 6, stats=[], agent=StandInAgent())
+    with pytest.raises(PlannerError, match="local world size of 2, but LOCAL_WORLD_SIZE is 1"):
+        planner.collective_plan(Model(bag_collection()), [EmbeddingBagCollectionSharder()])
+
+
+def test_local_world_size_is_compared():
+    launch(environment_worker)
+
+
+def device_worker(rank):
+    planner = DreamShardPlanner(quiet_topology(WORLD, "cuda"), 6, stats=[], agent=StandInAgent())
+    with pytest.raises(PlannerError, match="no CUDA device"):
+        planner.collective_plan(Model(bag_collection()), [EmbeddingBagCollectionSharder()])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
+def test_device_is_compared():
+    launch(device_worker)
+
+
+def one_rank_differs_worker(rank):
+    """Only rank 1 has a wrong topology; both ranks learn of it."""
+    planner = DreamShardPlanner(quiet_topology(WORLD + rank), 6, stats=[], agent=StandInAgent())
+    with pytest.raises(PlannerError, match="world size of 3"):
+        planner.collective_plan(Model(bag_collection()), [EmbeddingBagCollectionSharder()])
+
+
+def test_a_wrong_topology_on_one_rank_is_raised_on_all():
+    launch(one_rank_differs_worker)
+
+
+class UnpicklableError(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+class FailingAgent(StandInAgent):
+    def place(self, task, **_):
+        raise UnpicklableError("this", "that")
+
+
+def unpicklable_worker(rank):
+    planner = DreamShardPlanner(quiet_topology(WORLD), 6, stats=[], agent=FailingAgent())
+    expected = UnpicklableError if rank == 0 else PlannerError
+    with pytest.raises(expected, match="this and that"):
+        planner.collective_plan(Model(bag_collection()), [EmbeddingBagCollectionSharder()])
+
+
+def test_any_error_reaches_every_rank():
+    launch(unpicklable_worker)
