@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchrec_dreamshard.features import HARDWARE_INDEX, TaskTensors
+from torchrec_dreamshard.features import HARDWARE_INDEX, Normalizer, TaskTensors
 
 EXCHANGE_FEATURES: tuple[str, ...] = (
     "start",
@@ -24,12 +24,19 @@ EXCHANGE_FEATURES: tuple[str, ...] = (
     "slowest_sent_ms",
     "slowest_received_ms",
     "slowest_link_ms",
-    "mean_link_ms",
+    "slowest_near_ms",
+    "slowest_far_ms",
+    "slowest_kind_ms",
+    "mean_near_ms",
+    "mean_far_ms",
     "skew_ms",
 )
 """Names of the E features: a constant, counts, and bytes over the link's bandwidth; "near" is inside a host."""
 
 SKEW = EXCHANGE_FEATURES.index("skew_ms")
+
+_MAX_CORRECTION = 0.7  # the correction stays within a factor of two
+_SMALLEST = 1e-5  # ms
 
 
 def exchange_features(output_values: Tensor, forward_ms: Tensor, tasks: TaskTensors) -> Tensor:
@@ -41,7 +48,7 @@ def exchange_features(output_values: Tensor, forward_ms: Tensor, tasks: TaskTens
         tasks: the B tasks.
 
     Returns:
-        ``B x ... x D x E``, all at least 0; 0 for padded devices and where there is no peer.
+        ``B x ... x D x E``, all at least 0; 0 for padded devices and where there is no peer or nothing to send.
     """
     shape = (tasks.host.shape[0], *([1] * (output_values.dim() - 2)), tasks.host.shape[1])
 
@@ -64,12 +71,16 @@ def exchange_features(output_values: Tensor, forward_ms: Tensor, tasks: TaskTens
     sent_near, sent_far = share * (on_host - 1).clamp(min=0) / near_rate, share * (devices - on_host) / far_rate
     received_near, received_far = (host_total - share) / near_rate, (total - host_total) / far_rate
     sent, received = sent_near + sent_far, received_near + received_far
-    link = torch.maximum(sent, received)
+    near_link, far_link = torch.maximum(sent_near, received_near), torch.maximum(sent_far, received_far)
     forward = forward_ms * mask
 
     def slowest(values: Tensor) -> Tensor:
         return (values * mask).amax(dim=-1, keepdim=True).expand_as(values)
 
+    def mean(values: Tensor) -> Tensor:
+        return ((values * mask).sum(dim=-1, keepdim=True) / devices.clamp(min=1)).expand_as(values)
+
+    slowest_near, slowest_far = slowest(near_link), slowest(far_link)
     one = torch.ones_like(share)
     columns = (
         one,
@@ -82,24 +93,60 @@ def exchange_features(output_values: Tensor, forward_ms: Tensor, tasks: TaskTens
         received_far,
         slowest(sent),
         slowest(received),
-        slowest(link),
-        (link * mask).sum(dim=-1, keepdim=True) / devices.clamp(min=1) * one,
+        slowest(torch.maximum(sent, received)),
+        slowest_near,
+        slowest_far,
+        torch.maximum(slowest_near, slowest_far),
+        mean(near_link),
+        mean(far_link),
         slowest(forward) - forward,
     )
-    has_peers = mask * (devices > 1).to(share.dtype)
-    return torch.stack(columns, dim=-1).clamp(min=0) * has_peers[..., None]
+    exchanges = mask * ((devices > 1) & (total > 0)).to(share.dtype)
+    return torch.stack(columns, dim=-1).clamp(min=0) * exchanges[..., None]
 
 
 class ExchangeCost(nn.Module):
-    """Non-negative combinations of ``exchange_features``, one for each direction."""
+    """Exchange times: non-negative combinations of features, times a bounded learned correction.
+
+    The wait for the slowest kernel is not corrected: a coefficient in [0, 1] says how much of it the data counts
+    as communication.
+    """
 
     coefficients: Tensor
     """``2 x E``: forward, backward."""
+    corrected: Tensor
+    """``2``: 1 where the correction has proved itself on held-out measurements."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("coefficients", torch.zeros(2, len(EXCHANGE_FEATURES)))
+        self.register_buffer("corrected", torch.zeros(2))
+        self.normalizer = Normalizer(len(EXCHANGE_FEATURES))
+        self.correction = nn.Sequential(nn.Linear(len(EXCHANGE_FEATURES), 24), nn.Tanh(), nn.Linear(24, 2))
+        self.reset(torch.Generator().manual_seed(0))
 
-    def forward(self, features: Tensor) -> Tensor:
+    def reset(self, generator: torch.Generator) -> None:
+        """Draws the correction anew; it starts as none."""
+        with torch.no_grad():
+            for layer in (self.correction[0], self.correction[2]):
+                layer.weight.normal_(0.0, layer.in_features**-0.5, generator=generator)
+                layer.bias.zero_()
+            self.correction[2].weight.mul_(0.1)
+
+    def inputs(self, features: Tensor) -> Tensor:
+        """Logarithms of the features, without the skew."""
+        logs = torch.log(features.clamp(min=_SMALLEST))
+        return torch.cat([logs[..., :SKEW], torch.zeros_like(logs[..., SKEW:])], dim=-1)
+
+    def from_features(self, features: Tensor) -> Tensor:
         """``... x E`` to ``... x 2``: forward and backward exchange in ms."""
-        return features @ self.coefficients.T
+        transfer = features[..., :SKEW] @ self.coefficients[:, :SKEW].T
+        wait = features[..., SKEW:] * self.coefficients[:, SKEW]
+        if bool(self.corrected.any()):
+            raw = self.correction(self.normalizer(self.inputs(features)))
+            transfer = transfer * torch.exp(_MAX_CORRECTION * torch.tanh(raw / _MAX_CORRECTION) * self.corrected)
+        return transfer + wait
+
+    def forward(self, output_values: Tensor, forward_ms: Tensor, tasks: TaskTensors) -> Tensor:
+        """``B x ... x D x 2``: forward and backward exchange in ms; for the arguments see ``exchange_features``."""
+        return self.from_features(exchange_features(output_values, forward_ms, tasks))

@@ -36,6 +36,7 @@ SHARD_FEATURES: tuple[str, ...] = (
     "log1p_lookups",
     "log1p_unique_ids",
     "unique_share",
+    "log1p_hottest_uses",
     "log1p_read_bytes",
     "log1p_unique_bytes",
     "log1p_output_values",
@@ -52,7 +53,8 @@ SHARD_FEATURES: tuple[str, ...] = (
     *(f"reuse_bin_{i}" for i in range(NUM_REUSE_BINS)),
 )
 """Names of the F raw features of a shard. ``state_bytes`` counts the optimizer's state of one row; ``cached_share``
-is the share of the rows in the device's own memory; ``unique_ids`` are the distinct rows that one batch reads."""
+is the share of the rows in the device's own memory; ``unique_ids`` are the distinct rows that one batch reads,
+``hottest_uses`` the reads of the row that is read most."""
 
 HARDWARE_FEATURES: tuple[str, ...] = (
     *(f"is_{name}" for name in COMPUTE_DEVICES),
@@ -109,6 +111,12 @@ def expected_unique_ids(lookups: FloatArray, rows: FloatArray, histograms: Float
     return np.where(mean_uses > 0, reused, uniform)
 
 
+def hottest_uses(unique: FloatArray, histograms: FloatArray) -> FloatArray:
+    """Uses of the most used row in one batch, ``N``: the highest reuse bin that holds at least one row."""
+    present = histograms * unique[:, None] >= 0.5
+    return np.asarray(np.where(present, BIN_MEANS, 0.0).max(axis=1, initial=0.0))
+
+
 def shard_features(shards: Sequence[ShardSpec]) -> Tensor:
     """Raw features of N shards, an ``N x F``-dim tensor; no value depends on another shard."""
     num_shards = len(shards)
@@ -137,6 +145,7 @@ def shard_features(shards: Sequence[ShardSpec]) -> Tensor:
         np.log1p(lookups),
         np.log1p(unique),
         np.where(lookups > 0, unique / np.maximum(lookups, 1e-9), 1.0).clip(max=1.0),
+        np.log1p(hottest_uses(unique, bins)),
         np.log1p(lookups * dim * dtype_bytes),
         np.log1p(unique * dim * dtype_bytes),
         np.log1p(batch * dim * np.where(pooled > 0, num_features, pooling)),

@@ -1,14 +1,14 @@
-"""Fits a cost model to measurements: split by task, physical prior, residual with early stopping, report.
+"""Fits a cost model to measurements and says what it is worth.
 
-Every member of the ensemble holds out one fold of the tasks: it stops when its own fold stops improving, and the
-report's errors are those of each member on the fold that it never saw.
+The errors in the report are those of each ensemble member on the tasks that it never saw, beside those of the
+physical prior alone, fitted to the same training rows.
 """
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,18 +16,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrec_dreamshard.compute_fitting import (
+    HeldOut,
+    Progress,
+    calibrate_spread,
+    fit_compute,
+    folds,
+    held_out_predictions,
+)
 from torchrec_dreamshard.config import CostConfig
 from torchrec_dreamshard.cost_model import CostModel
 from torchrec_dreamshard.cost_network import CostNetwork, make_cost_model
-from torchrec_dreamshard.exchange import exchange_features
+from torchrec_dreamshard.exchange_fitting import fit_exchange, fit_step
 from torchrec_dreamshard.loads import DeviceLoads, collect_loads, usable
-from torchrec_dreamshard.measurement import Measurement
+from torchrec_dreamshard.measurement import FloatArray, Measurement
 from torchrec_dreamshard.paper_cost_network import PaperCostNetwork
 from torchrec_dreamshard.paper_fitting import fit_paper
-from torchrec_dreamshard.physics import LOAD_INDEX, NUM_KERNEL_QUANTITIES, fit_nonnegative, load_quantities
 
-Progress = Callable[[int, int], None]
-"""Called with the steps done and the steps in all."""
+logger = logging.getLogger(__name__)
+
+_MIN_JUDGED = 8  # fewer held-out values do not tell anything
+_CONTRADICTION = 1.5  # ratio between costs of one and the same placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +48,10 @@ class TermReport:
     """Mean absolute percentage error, as a share."""
     rank_correlation: float
     """Spearman's."""
-    prior_mape: float
-    """The same error of the physical prior alone."""
+    prior_mape: float | None = None
+    """The same error of the physical prior alone; None where there is no prior to compare with."""
+    inside_90: float | None = None
+    """Share of the truths inside the stated 90 % interval; None where no deviation is stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +59,16 @@ class FitReport:
     """What a fit is worth, judged on measurements that it did not see."""
 
     ready: bool
-    """False when the model is no better than its prior, or there was too little data to tell."""
+    """False when the model is worse than its prior alone, or when there was too little data to tell."""
     reason: str
+    """Why it is not ready, or empty."""
     num_measurements: int
     num_failed: int
+    num_contradictory: int
+    """Measurements whose placement was also measured with a clearly different cost."""
     num_loads: int
     terms: dict[str, TermReport] = field(default_factory=dict)
+    """By name of the term; "compute_ms" is forward plus backward, "step_ms" the overall cost."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -72,10 +87,10 @@ def fit_cost_model(
 
     Args:
         measurements: whatever is known; partial costs are used for the terms that they know, failures are skipped.
-        config: form and size; default ``CostConfig()``, or the model's own.
-        seed: of initialisation, folds and batches; the same seed gives equal tensors.
+        config: form and size; default ``CostConfig()``. Ignored with ``model``, which has its own.
+        seed: of initialisation and minibatches; the same seed gives equal tensors.
         model: a fitted model to continue from (it is not changed).
-        progress: called after each gradient step.
+        progress: called with the gradient steps done and all of them.
 
     Returns:
         The model and what it is worth.
@@ -86,21 +101,26 @@ def fit_cost_model(
     kept = usable(measurements)
     loads = collect_loads(kept)
     fitted = make_cost_model(config or CostConfig()) if model is None else copy.deepcopy(model)
+    terms: dict[str, TermReport] = {}
     if isinstance(fitted, PaperCostNetwork):
         fit_paper(fitted, kept, loads, seed=seed, fresh=model is None, progress=progress)
-        terms: dict[str, TermReport] = {}
-    else:
-        assert isinstance(fitted, CostNetwork)
+        reason = ""
+    elif isinstance(fitted, CostNetwork):
         terms = _fit_network(fitted, loads, seed=seed, fresh=model is None, progress=progress)
-    ready = all(term.mape <= term.prior_mape * 1.001 for term in terms.values())
+        reason = _doubts(terms)
+    else:
+        raise ValueError(f"fit_cost_model trains CostNetwork and PaperCostNetwork, got {type(fitted).__name__}")
     report = FitReport(
-        ready=ready,
-        reason="" if ready else "a term is predicted worse than by the physical prior alone",
+        ready=not reason,
+        reason=reason,
         num_measurements=len(kept),
         num_failed=len(measurements) - len(kept),
+        num_contradictory=_count_contradictory(kept),
         num_loads=loads.num_loads,
         terms=terms,
     )
+    if report.num_contradictory:
+        logger.warning("%d measurements contradict others of the same placement", report.num_contradictory)
     return fitted.eval(), report
 
 
@@ -108,100 +128,95 @@ def _fit_network(
     model: CostNetwork, loads: DeviceLoads, *, seed: int, fresh: bool, progress: Progress | None
 ) -> dict[str, TermReport]:
     generator = torch.Generator().manual_seed(seed)
-    model.shard_normalizer.fit(loads.shard_features)
-    model.hardware_normalizer.fit(loads.load_hardware)
-    occupied = loads.offsets.diff() > 0
-    total = loads.compute_ms[:, 2]
-    rows = torch.nonzero(occupied & total.isfinite()).squeeze(1)
+    fit_compute(model, loads, fresh=fresh, generator=generator, progress=progress)
+    held_out = held_out_predictions(model, loads)
+    calibrate_spread(model, loads, held_out)
+    measured = loads.compute_ms[:, 0]
+    forward = torch.where(measured.isfinite(), measured, held_out.compute_ms[:, 0])
+    comms = fit_exchange(model, loads, forward, generator)
+    fit_step(model, loads, generator, fresh=fresh)
+    return _report(model, loads, held_out, comms)
+
+
+def _report(model: CostNetwork, loads: DeviceLoads, held_out: HeldOut, comms: Tensor) -> dict[str, TermReport]:
+    rows = torch.nonzero(held_out.judged).squeeze(1)
+    terms: dict[str, TermReport] = {}
+
+    def add(name: str, predicted: Tensor, truth: Tensor, prior: Tensor | None = None, **more: float) -> None:
+        usable_rows = truth.isfinite() & predicted.isfinite() & (truth > 0)
+        if int(usable_rows.sum()) >= 2:
+            arrays = [x[usable_rows].double().numpy() for x in (predicted, truth)]
+            prior_mape = None if prior is None else _mape(prior[usable_rows].double().numpy(), arrays[1])
+            terms[name] = TermReport(
+                num_values=len(arrays[0]),
+                mape=_mape(*arrays),
+                rank_correlation=rank_correlation(*arrays),
+                prior_mape=prior_mape,
+                **more,
+            )
+
     if len(rows):
-        if fresh:
-            _fit_prior(model, loads, rows)
-            model.reset(generator)
-        _fit_residual(model, loads, rows, generator, progress)
-    _fit_exchange(model, loads)
-    return {}
+        compute, prior, truth = held_out.compute_ms[rows], held_out.prior_ms[rows], loads.compute_ms[rows]
+        if truth[:, :2].isfinite().any():
+            for index, name in enumerate(("forward_compute_ms", "backward_compute_ms")):
+                add(name, compute[:, index], truth[:, index], prior[:, index])
+        with torch.no_grad():
+            latents = loads.sums(model.encode_shards(loads.shard_features, loads.shard_hardware))[rows]
+            deviation = model.compute_std(latents, loads.load_hardware[rows])
+        inside = ((compute.sum(dim=1) - truth[:, 2]).abs() <= 1.645 * deviation).double().mean()
+        add("compute_ms", compute.sum(dim=1), truth[:, 2], prior.sum(dim=1), inside_90=float(inside))
+    for index, name in enumerate(("forward_comms_ms", "backward_comms_ms")):
+        add(name, comms[:, index], loads.comms_ms[:, index])
+    add("step_ms", _held_out_steps(model, loads, held_out), loads.step_ms)
+    return terms
 
 
-def _fit_prior(model: CostNetwork, loads: DeviceLoads, rows: Tensor) -> None:
-    quantities = load_quantities(loads.shard_features, loads.shard_hardware)
-    sums = loads.sums(quantities)[rows, :NUM_KERNEL_QUANTITIES].double().numpy()
-    matrix = np.concatenate([np.ones((len(sums), 1)), sums], axis=1)
-    targets = loads.compute_ms[rows].double().numpy()
-    floor = 1e-3 * max(float(np.median(targets[:, 2])), 1e-9)
-    prior = []
-    for direction in range(2):
-        y = targets[:, direction]
-        # Sources that cannot tell the directions apart: backward is taken as twice forward (TorchRec's planner).
-        y = np.where(np.isfinite(y), y, targets[:, 2] * (1 + direction) / 3)
-        weight = 1.0 / (y + floor)
-        prior.append(fit_nonnegative(matrix * weight[:, None], y * weight))
-    model.set_prior(torch.tensor(np.stack(prior), dtype=torch.float32), float(np.median(targets[:, 2])) or 1.0)
-
-
-def _fit_residual(
-    model: CostNetwork, loads: DeviceLoads, rows: Tensor, generator: torch.Generator, progress: Progress | None
-) -> None:
-    config = model.config
-    members = config.num_members
-    groups = int(loads.group.max()) + 1
-    fold_of_group = torch.randperm(groups, generator=generator) % members
-    fold = fold_of_group[loads.group[loads.measurement[rows]]]
-    held_out = fold[:, None] == torch.arange(members)
-    target = loads.compute_ms[rows]
-    floor = 1e-3 * float(target[:, 2].median())
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate)
-    best = torch.full((members,), math.inf)
-    best_state = [p.detach().clone() for p in model.parameters()]
-
-    def losses(index: Tensor, latents: Tensor) -> Tensor:
-        out = model.member_compute(latents)
-        out = torch.cat([out, out.sum(dim=-1, keepdim=True)], dim=-1)
-        truth = target[index][:, None, :]
-        error = torch.log((out + floor) / (truth.nan_to_num(1.0) + floor))
-        known = truth.isfinite()
-        error = torch.nn.functional.huber_loss(error, torch.zeros_like(error), reduction="none", delta=0.3)
-        return (error * known).sum(dim=-1) / known.sum(dim=-1)
-
-    for step in range(config.num_steps + 1):
-        if step % 20 == 0 or step == config.num_steps:
-            with torch.no_grad():
-                encoded = model.encode_shards(loads.shard_features, loads.shard_hardware)
-                error = losses(torch.arange(len(rows)), loads.sums(encoded)[rows])
-                score = (error * held_out).sum(dim=0) / held_out.sum(dim=0).clamp(min=1)
-                better = score < best
-                best = torch.where(better, score, best)
-                for kept, parameter in zip(best_state, model.parameters(), strict=True):
-                    kept[better] = parameter[better]
-        if step == config.num_steps:
-            break
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * 0.5 * (1 + math.cos(math.pi * step / config.num_steps))
-        encoded = model.encode_shards(loads.shard_features, loads.shard_hardware)
-        error = losses(torch.arange(len(rows)), loads.sums(encoded)[rows])
-        loss = (error * ~held_out).sum() / (~held_out).sum() * members
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        optimizer.step()
-        if progress is not None:
-            progress(step + 1, config.num_steps)
-    with torch.no_grad():
-        for kept, parameter in zip(best_state, model.parameters(), strict=True):
-            parameter.copy_(kept)
-
-
-def _fit_exchange(model: CostNetwork, loads: DeviceLoads) -> None:
+def _held_out_steps(model: CostNetwork, loads: DeviceLoads, held_out: HeldOut) -> Tensor:
+    """``B`` steps from the members that held the measurement out."""
+    fold = folds(loads, model.config.num_members)[loads.measurement]
     with torch.no_grad():
         latents = loads.sums(model.encode_shards(loads.shard_features, loads.shard_hardware))
-        predicted = model.device_compute(latents, loads.load_hardware)[:, 0]
-    measured = loads.compute_ms[:, 0]
-    forward = torch.where(measured.isfinite(), measured, predicted)
-    output = loads.by_measurement(latents[:, LOAD_INDEX["output_values"]])
-    features = exchange_features(output, loads.by_measurement(forward), loads.tasks)
-    matrix = features[loads.measurement, loads.device].double().numpy()
-    for direction in range(2):
-        y = loads.comms_ms[:, direction].double().numpy()
-        known = np.isfinite(y)
-        if known.any():
-            weight = 1.0 / (y[known] + 0.1 * max(float(np.median(y[known])), 1e-9))
-            coefficients = fit_nonnegative(matrix[known] * weight[:, None], y[known] * weight)
-            model.exchange.coefficients[direction] = torch.from_numpy(coefficients).float()
+        compute = model.member_compute(latents)[torch.arange(loads.num_loads), fold]
+        return model.combine(loads.by_measurement(compute), loads.by_measurement(latents), loads.tasks).step_ms
+
+
+def _doubts(terms: dict[str, TermReport]) -> str:
+    """Why the model is not ready, or an empty string."""
+    if not terms:
+        return "no term could be judged on held-out measurements: measure more placements"
+    for name, term in terms.items():
+        if term.num_values < _MIN_JUDGED:
+            return f"only {term.num_values} held-out values of {name}, at least {_MIN_JUDGED} are needed to judge it"
+        if term.prior_mape is not None and term.mape > 1.02 * term.prior_mape + 1e-3:
+            return (
+                f"{name} is predicted worse ({term.mape:.1%} held-out error) than by the physical prior alone "
+                f"({term.prior_mape:.1%})"
+            )
+    return ""
+
+
+def _count_contradictory(measurements: Sequence[Measurement]) -> int:
+    totals: dict[object, list[float]] = {}
+    for m in measurements:
+        assert m.cost is not None
+        total = m.cost.step_ms if m.cost.step_ms is not None else None
+        if total is None and m.cost.compute_ms is not None:
+            total = float(m.cost.compute_ms.sum())
+        if total is not None:
+            totals.setdefault((m.task, m.placement), []).append(total)
+    return sum(len(same) for same in totals.values() if max(same) > _CONTRADICTION * min(same))
+
+
+def _mape(predicted: FloatArray, truth: FloatArray) -> float:
+    return float(np.mean(np.abs(predicted - truth) / truth))
+
+
+def rank_correlation(a: FloatArray, b: FloatArray) -> float:
+    """Spearman's rank correlation; ties get their mean rank, 0 where one side is constant."""
+    ranks = []
+    for values in (a, b):
+        _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[inverse])
+    if any(np.ptp(r) == 0 for r in ranks):
+        return 0.0
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,8 @@ class DeviceLoads:
     step_ms: Tensor
     """``B``."""
     group: Tensor
-    """``B``: measurements of the same task (shards, devices and hardware) share a group."""
+    """``B``: measurements of the same task (shards, devices and hardware) share a number, which depends on nothing
+    else."""
 
     @property
     def num_loads(self) -> int:
@@ -62,6 +64,21 @@ class DeviceLoads:
         """``U x H`` values of the distinct shards to ``N x H`` sums over each load."""
         out = shard_values.new_zeros(self.num_loads, shard_values.shape[1])
         return out.index_add(0, self.load_index, shard_values[self.shard_index])
+
+    def select(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What a few loads consist of.
+
+        Args:
+            rows: ``R`` loads.
+
+        Returns:
+            The distinct shards in them (``V``), and for each placed shard its index into these and into ``rows``.
+        """
+        counts = self.offsets[rows + 1] - self.offsets[rows]
+        first = torch.repeat_interleave(self.offsets[rows] - (counts.cumsum(0) - counts), counts)
+        placed = self.shard_index[first + torch.arange(int(counts.sum()))]
+        shards, inverse = torch.unique(placed, return_inverse=True)
+        return shards, inverse, torch.repeat_interleave(torch.arange(len(rows)), counts)
 
     def by_measurement(self, values: Tensor) -> Tensor:
         """``N x ...`` values to padded ``B x D x ...``."""
@@ -94,7 +111,6 @@ def usable(measurements: Sequence[Measurement]) -> list[Measurement]:
 def collect_loads(measurements: Sequence[Measurement]) -> DeviceLoads:
     """Tensors of measurements that all have a cost (see ``usable``)."""
     distinct: dict[tuple[ShardSpec, HardwareSpec], int] = {}
-    groups: dict[PlacementTask, int] = {}
     shard_index: list[int] = []
     counts: list[int] = []
     owner: list[tuple[int, int]] = []
@@ -112,7 +128,7 @@ def collect_loads(measurements: Sequence[Measurement]) -> DeviceLoads:
         compute.append(_columns(cost, ("forward_compute_ms", "backward_compute_ms", "compute_ms"), task.num_devices))
         comms.append(_columns(cost, ("forward_comms_ms", "backward_comms_ms"), task.num_devices))
         steps.append(np.nan if cost.step_ms is None else cost.step_ms)
-        group.append(groups.setdefault(task, len(groups)))
+        group.append(task_number(task))
     load_counts = torch.tensor(counts, dtype=torch.int64)
     rows = torch.tensor(owner, dtype=torch.int64).reshape(-1, 2)
     hardware = torch.tensor([hardware_features(h) for _, h in distinct]).reshape(len(distinct), -1)
@@ -132,6 +148,12 @@ def collect_loads(measurements: Sequence[Measurement]) -> DeviceLoads:
         step_ms=torch.tensor(steps, dtype=torch.float32),
         group=torch.tensor(group, dtype=torch.int64),
     )
+
+
+def task_number(task: PlacementTask) -> int:
+    """A number that is the same for equal tasks in every process, whatever the names of their shards."""
+    shards = [(s.rows, s.dim, s.pooling_factor, s.batch_size, s.kernel, s.weight_dtype) for s in task.shards]
+    return zlib.crc32(repr((shards, task.num_devices, task.hardware.to_dict())).encode())
 
 
 def _columns(cost: CostBreakdown, names: Sequence[str], num_devices: int) -> np.ndarray:

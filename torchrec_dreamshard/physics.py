@@ -30,13 +30,16 @@ LOAD_QUANTITIES: tuple[str, ...] = (
     "state_ms",
     "host_memory_ms",
     "dense_ms",
+    "longest_bag",
+    "hottest_uses",
     "output_values",
 )
 """Names of the P quantities. ``_ms`` are bytes over the hardware's memory bandwidth, the others are in millions
-(``tables`` is a plain count); ``output_values`` are what the exchange carries and is no cost of the kernel."""
+(``tables`` is a plain count, ``longest_bag`` in lookups, ``hottest_uses`` in thousands)."""
 
-NUM_KERNEL_QUANTITIES = len(LOAD_QUANTITIES) - 1
-"""The first so many quantities enter the kernel's cost."""
+NUM_KERNEL_QUANTITIES = LOAD_QUANTITIES.index("longest_bag")
+"""P', the first so many quantities: what a kernel's cost is additive in. Bags and hottest rows are walked serially,
+so that their largest value counts, and output values are what the exchange carries."""
 
 LOAD_INDEX = {name: index for index, name in enumerate(LOAD_QUANTITIES)}
 
@@ -78,13 +81,15 @@ def load_quantities(features: Tensor, hardware: Tensor) -> Tensor:
         unique * torch.expm1(log("log1p_state_bytes")) / bytes_per_ms,
         unique_bytes * (1 - log("cached_share")) * _HOST_LINK_SLOWDOWN / bytes_per_ms,
         dense * torch.exp(log("log_weight_bytes")) / bytes_per_ms,
+        torch.expm1(log("log1p_pooling")),
+        torch.expm1(log("log1p_hottest_uses")) / 1e3,
         output / 1e6,
     )
     return torch.stack(quantities, dim=-1).clamp(min=0)
 
 
 def fit_nonnegative(matrix: FloatArray, target: FloatArray, *, ridge: float = 1e-6) -> FloatArray:
-    """Non-negative least squares by coordinate descent on the normal equations.
+    """Non-negative least squares by the active-set method of Lawson and Hanson (1974, chapter 23).
 
     Args:
         matrix: ``N x P``.
@@ -102,12 +107,23 @@ def fit_nonnegative(matrix: FloatArray, target: FloatArray, *, ridge: float = 1e
     scaled = matrix[:, used] / norms[used]
     gram = scaled.T @ scaled + ridge * np.eye(len(used))
     right = scaled.T @ target
-    x = np.zeros(len(used))
-    for _ in range(2000):
-        before = x.copy()
-        for j in range(len(used)):
-            x[j] = max(0.0, x[j] + (right[j] - gram[j] @ x) / gram[j, j])
-        if np.abs(x - before).max() <= 1e-9 * max(np.abs(x).max(), 1e-300):
+    x, free = np.zeros(len(used)), np.zeros(len(used), dtype=bool)
+    for _ in range(10 * len(used)):
+        slope = np.where(free, -np.inf, right - gram @ x)
+        if free.all() or slope.max() <= 1e-10 * np.abs(right).max():
             break
+        free[slope.argmax()] = True
+        while True:
+            trial = np.zeros_like(x)
+            trial[free] = np.linalg.solve(gram[np.ix_(free, free)], right[free])
+            negative = free & (trial <= 0)
+            if not negative.any():
+                break
+            # As far towards the trial as all stay non-negative; what reaches 0 is no longer free.
+            share = (x[negative] / (x[negative] - trial[negative])).min()
+            x = x + share * (trial - x)
+            free &= x > 1e-15 * max(np.abs(x).max(), 1e-300)
+            x[~free] = 0.0
+        x = trial
     solution[used] = x / norms[used]
     return solution
