@@ -181,6 +181,7 @@ class PaperPolicyNetwork(Policy):
 
 def make_policy(config: PolicyConfig, generator: torch.Generator) -> Policy:
     """A fresh policy of the configured form."""
-    policy = PolicyNetwork(config) if config.form == "default" else PaperPolicyNetwork(config)
+    with torch.random.fork_rng(devices=[]):  # layers draw initial weights from the global generator
+        policy = PolicyNetwork(config) if config.form == "default" else PaperPolicyNetwork(config)
     policy.reset(generator)
     return policy
