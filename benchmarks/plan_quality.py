@@ -129,13 +129,20 @@ def run_family(family: Family, judge: str, args: argparse.Namespace) -> dict[str
     """Trains and runs every strategy on one family."""
     profiler, hardware = parse_judge(judge)
     measured = not isinstance(profiler, AnalyticProfiler)
-    train_tasks, test_tasks = make_tasks(family, hardware, measured, args.num_tasks, args.seed)
+    _, test_tasks = make_tasks(family, hardware, measured, args.num_tasks, args.seed)
+    home = FAMILIES[args.train_on or family.name]
+    train_tasks, _ = make_tasks(home, hardware, measured, 1, args.seed)
+    # The RNN's output has one unit per device: it cannot place on more than it was trained for.
+    names = [name for name in args.trained if name != "rnn" or family.num_devices <= home.num_devices]
     strategies = heuristics() | torchrec_strategies()
-    started = time.perf_counter()
-    trained, _ = train_strategies(
-        args.trained, train_tasks, profiler, num_measurements=args.num_measurements, seed=args.seed
+    trained, train_s = train_strategies(
+        names,
+        train_tasks,
+        profiler,
+        num_measurements=args.num_measurements,
+        seed=args.seed,
+        folder=args.output / "agents" / _stem(judge, home.name, args),
     )
-    train_s = time.perf_counter() - started
     records, placements = {}, {}
     for name, strategy in (strategies | trained).items():
         records[name], placements[name] = run_strategy(strategy, test_tasks, profiler)
@@ -146,6 +153,7 @@ def run_family(family: Family, judge: str, args: argparse.Namespace) -> dict[str
     result: dict[str, Any] = {
         "family": family.name,
         "judge": judge,
+        "trained_on": home.name,
         "num_tasks": args.num_tasks,
         "num_measurements": args.num_measurements,
         "seed": args.seed,
@@ -191,6 +199,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, metavar="NAME", help=", ".join(FAMILIES))
     parser.add_argument("--judges", nargs="+", help="analytic:<hardware> or fbgemm:cpu (default: analytic:v100)")
     parser.add_argument("--trained", nargs="*", choices=TRAINED, default=list(TRAINED), metavar="NAME")
+    parser.add_argument("--train-on", choices=FAMILIES, metavar="NAME", help="train on this family, test on the others")
     parser.add_argument("--num-tasks", type=int, help="test tasks of a family (default: 10, full 50)")
     parser.add_argument("--num-measurements", type=int, default=100, help="of training (default: 100, the paper's)")
     parser.add_argument("--num-evaluations", type=int, help="of the long search per task (default: 20000, full 100000)")
@@ -210,13 +219,19 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def _stem(judge: str, family: str, args: argparse.Namespace) -> str:
+    """File name of what belongs to a family, a judge, a budget and a seed."""
+    return f"{judge.replace(':', '_')}_{family}_n{args.num_measurements}_s{args.seed}"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_args(arguments)
     args.output.mkdir(parents=True, exist_ok=True)
     results = []
     for judge in args.judges:
         for name in args.families:
-            path = args.output / f"{judge.replace(':', '_')}_{name}_n{args.num_measurements}_s{args.seed}.json"
+            home = f"_from_{args.train_on}" if args.train_on else ""
+            path = args.output / f"{_stem(judge, name, args)}{home}.json"
             if not path.exists():
                 path.write_text(json.dumps(run_family(FAMILIES[name], judge, args)))
             results.append(json.loads(path.read_text()))

@@ -62,6 +62,7 @@ def family_table(family: Mapping[str, Any]) -> str:
         f"### {family['family']} on {family['judge']}",
         "",
         f"{family['num_tasks']} test tasks, {family['num_measurements']} measured placements for whatever is trained, "
+        f"trained on {family['trained_on']}{_times(family['train_s'])}, "
         f"seed {family['seed']}. Best known is {_mean_gap(family)} above a lower bound. "
         f"Best heuristic: {family['best_heuristic']}.",
         "",
@@ -113,6 +114,11 @@ def report(families: Sequence[Mapping[str, Any]], setup: str) -> str:
         *(family_table(family) for family in families),
     ]
     return "\n".join(parts)
+
+
+def _times(seconds: Mapping[str, float]) -> str:
+    listed = ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items())
+    return f" ({listed})" if listed else ""
 
 
 def _mean_gap(family: Mapping[str, Any]) -> str:

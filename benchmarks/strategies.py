@@ -7,8 +7,11 @@ are trained on the family's training tasks with the given number of measured pla
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from torchrec_dreamshard import Agent, PlacementTask, Profiler, TrainConfig, train
@@ -52,15 +55,18 @@ def torchrec_strategies() -> dict[str, Strategy]:
     except ImportError:
         return {}
     logging.getLogger("torchrec").setLevel(logging.ERROR)
-    return {
-        name: (lambda task, make=make: place_with_torchrec(task, make()))  # type: ignore[misc]
-        for name, make in PARTITIONERS.items()
-    }
+    return {name: functools.partial(place_with_torchrec, make_partitioner=make) for name, make in PARTITIONERS.items()}
 
 
 def train_strategies(
-    names: Sequence[str], tasks: Sequence[PlacementTask], profiler: Profiler, *, num_measurements: int, seed: int
-) -> tuple[dict[str, Strategy], dict[str, Agent]]:
+    names: Sequence[str],
+    tasks: Sequence[PlacementTask],
+    profiler: Profiler,
+    *,
+    num_measurements: int,
+    seed: int,
+    folder: Path,
+) -> tuple[dict[str, Strategy], dict[str, float]]:
     """Trains what the named strategies need.
 
     Args:
@@ -69,23 +75,34 @@ def train_strategies(
         profiler: measures ``num_measurements`` placements for each trained thing.
         num_measurements: the budget.
         seed: of training.
+        folder: agents that are there as ``ours.safetensors`` and ``paper.safetensors`` are taken, others saved.
 
     Returns:
-        The strategies, and the agents behind them ("ours", "paper").
+        The strategies, and the seconds that each training took.
     """
-    agents: dict[str, Agent] = {}
     found: dict[str, Strategy] = {}
+    seconds: dict[str, float] = {}
+
+    def agent(name: str, config: TrainConfig) -> Agent:
+        path = folder / f"{name}.safetensors"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            started = time.perf_counter()
+            config = dataclasses.replace(config, num_measurements=num_measurements)
+            train(tasks, profiler, config, seed=seed).save(path)
+            seconds[name] = time.perf_counter() - started
+        return Agent.load(path)
+
     if set(names) - {"paper_policy", "rnn"}:
-        agents["ours"] = train(tasks, profiler, TrainConfig(num_measurements=num_measurements), seed=seed)
-        found |= _of_agent(agents["ours"])
+        found |= _of_agent(agent("ours", TrainConfig()))
     if "paper_policy" in names:
-        paper = dataclasses.replace(TrainConfig.paper(), num_measurements=num_measurements)
-        agents["paper"] = train(tasks, profiler, paper, seed=seed)
-        found["paper_policy"] = lambda task: agents["paper"].place(task, refine=False)
+        found["paper_policy"] = functools.partial(agent("paper", TrainConfig.paper()).place, refine=False)
     if "rnn" in names:
+        started = time.perf_counter()
         rnn = train_rnn(tasks, profiler, RNNConfig(num_measurements=num_measurements), seed=seed)
+        seconds["rnn"] = time.perf_counter() - started
         found["rnn"] = rnn.place
-    return {name: found[name] for name in names}, agents
+    return {name: found[name] for name in names}, seconds
 
 
 def _of_agent(agent: Agent) -> dict[str, Strategy]:
@@ -97,8 +114,8 @@ def _of_agent(agent: Agent) -> dict[str, Strategy]:
         return place
 
     return {
-        "policy": lambda task: agent.place(task, refine=False),
-        "search": lambda task: agent.place(task, use_policy=False),
+        "policy": functools.partial(agent.place, refine=False),
+        "search": functools.partial(agent.place, use_policy=False),
         "policy_and_search": agent.place,
         "neuroshard_greedy": neuroshard(NeuroShardConfig(depth=0)),
         "neuroshard_columns": neuroshard(NeuroShardConfig()),

@@ -26,12 +26,12 @@ PARTITIONERS: dict[str, Callable[[], Partitioner]] = {
 _DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 
 
-def place_with_torchrec(task: PlacementTask, partitioner: Partitioner) -> tuple[int, ...]:
+def place_with_torchrec(task: PlacementTask, make_partitioner: Callable[[], Partitioner]) -> tuple[int, ...]:
     """Places whole tables with ``EmbeddingShardingPlanner``.
 
     Args:
         task: pooled fused shards on equal devices, one feature each.
-        partitioner: TorchRec's.
+        make_partitioner: makes TorchRec's partitioner.
 
     Raises:
         InfeasiblePlacementError: TorchRec finds no plan.
@@ -68,7 +68,7 @@ def place_with_torchrec(task: PlacementTask, partitioner: Partitioner) -> tuple[
         topology=topology,
         batch_size=task.shards[0].batch_size // task.num_devices,
         constraints=constraints,
-        partitioner=partitioner,
+        partitioner=make_partitioner(),
         storage_reservation=FixedPercentageStorageReservation(0.0),
         debug=False,
     )
