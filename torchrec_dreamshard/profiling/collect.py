@@ -104,11 +104,12 @@ def repeatability(store: MeasurementStore, plan: SamplingPlan) -> dict[str, list
         For the forward, the backward pass and their sum ("total"): for each repeated sample the difference of
         its two medians over their mean.
     """
+    name = plan.fingerprint
     values: dict[int, dict[int, tuple[float, float]]] = {}
     for measurement in store:
         details = measurement.provenance.details
         cost = measurement.cost
-        if details.get("plan") != plan.fingerprint or cost is None:
+        if details.get("plan") != name or cost is None:
             continue
         forward, backward = cost.forward_compute_ms, cost.backward_compute_ms
         if forward is not None and backward is not None:
