@@ -31,7 +31,7 @@ $(STAMP): setup.py Makefile
 	@touch $@
 
 demo: $(STAMP)  ## plan a real model with both planners, train it on two ranks, compare the measured step times
-	@$(BIN)/torchrun --standalone --nproc_per_node $(RANKS) examples/demo.py
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(RANKS) examples/demo.py
 
 test: $(STAMP)  ## run the tests
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -30,6 +30,7 @@ from torchrec_dreamshard import CostBreakdown, DreamShardPlanner, LearnedPerfMod
 from torchrec_dreamshard.cli.common import format_table
 from torchrec_dreamshard.picture import draw_cost
 from torchrec_dreamshard.planner import save_plan
+from torchrec_dreamshard.planner.costs import CostSource
 from torchrec_dreamshard.profiling.hooks import CostRecorder, record_costs
 from torchrec_dreamshard.samples import MeasurementStore, load_measurements
 
@@ -128,15 +129,16 @@ def plan_and_shard(name: str, tables: list[ShardSpec], args: argparse.Namespace)
         chosen.extend(options)
         return options
 
+    constraints = {t.name: ParameterConstraints(pooling_factors=[t.pooling_factor]) for t in tables}
+    reuse = {t.name: t.reuse_histogram for t in tables if t.reuse_histogram}
     arguments = {
         "topology": topology,
         "batch_size": args.batch_size // world_size,
-        "constraints": {t.name: ParameterConstraints(pooling_factors=[t.pooling_factor]) for t in tables},
+        "constraints": constraints,
         "callbacks": [keep],
         "debug": False,
     }
     if name == "DreamShard":
-        reuse = {t.name: t.reuse_histogram for t in tables if t.reuse_histogram}
         planner = DreamShardPlanner(**arguments, agent=args.agent, seed=args.seed, reuse_histograms=reuse)
     else:
         planner = EmbeddingShardingPlanner(**arguments)
@@ -147,7 +149,8 @@ def plan_and_shard(name: str, tables: list[ShardSpec], args: argparse.Namespace)
     plan = planner.collective_plan(model, get_default_sharders(), dist.GroupMember.WORLD)
     plan_s = time.perf_counter() - start
     # One judge for both plans: the agent's prediction. Only rank 0 planned and knows the options.
-    predicted = LearnedPerfModel(topology, args.agent).breakdown(chosen) if chosen else None
+    judge = LearnedPerfModel(topology, CostSource(args.agent, constraints=constraints, reuse_histograms=reuse))
+    predicted = judge.breakdown(chosen) if chosen else None
     trainer = Trainer(model, plan, CPU)
     store = MeasurementStore(record_path(args, name))
     recorder = record_costs(trainer.model, store, steps_per_record=4 * args.rounds)
