@@ -122,16 +122,16 @@ class ExchangeCost(nn.Module):
         self.register_buffer("coefficients", torch.zeros(2, len(EXCHANGE_FEATURES)))
         self.register_buffer("corrected", torch.zeros(2))
         self.normalizer = Normalizer(len(EXCHANGE_FEATURES))
-        self.correction = nn.Sequential(nn.Linear(len(EXCHANGE_FEATURES), 24), nn.Tanh(), nn.Linear(24, 2))
+        self.hidden, self.out = nn.Linear(len(EXCHANGE_FEATURES), 24), nn.Linear(24, 2)
         self.reset(torch.Generator().manual_seed(0))
 
     def reset(self, generator: torch.Generator) -> None:
         """Draws the correction anew; it starts as none."""
         with torch.no_grad():
-            for layer in (self.correction[0], self.correction[2]):
+            for layer in (self.hidden, self.out):
                 layer.weight.normal_(0.0, layer.in_features**-0.5, generator=generator)
                 layer.bias.zero_()
-            self.correction[2].weight.mul_(0.1)
+            self.out.weight.mul_(0.1)
 
     def inputs(self, features: Tensor) -> Tensor:
         """Logarithms of the features, without the skew."""
@@ -143,7 +143,7 @@ class ExchangeCost(nn.Module):
         transfer = features[..., :SKEW] @ self.coefficients[:, :SKEW].T
         wait = features[..., SKEW:] * self.coefficients[:, SKEW]
         if bool(self.corrected.any()):
-            raw = self.correction(self.normalizer(self.inputs(features)))
+            raw = self.out(torch.tanh(self.hidden(self.normalizer(self.inputs(features)))))
             transfer = transfer * torch.exp(_MAX_CORRECTION * torch.tanh(raw / _MAX_CORRECTION) * self.corrected)
         return transfer + wait
 

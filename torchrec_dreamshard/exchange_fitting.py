@@ -116,7 +116,7 @@ def _fit_correction(
     exchange.normalizer.fit(exchange.inputs(x))
     exchange.reset(generator)
     exchange.corrected.fill_(1.0)
-    optimizer = torch.optim.Adam(exchange.correction.parameters(), weight_decay=1e-4)
+    optimizer = torch.optim.Adam(exchange.parameters(), weight_decay=1e-4)
     for step in range(_CORRECTION_STEPS):
         optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / _CORRECTION_STEPS)
         loss = (errors() * ~held_out[:, None]).sum() / (known & ~held_out[:, None]).sum().clamp(min=1)

@@ -60,13 +60,15 @@ class PaperCostNetwork(CostModel):
     def _normalized(self, tasks: TaskTensors) -> Tensor:
         values = paper_features(tasks.shard_features)
         if not self.config.per_task_normalization:
-            return self.normalizer(values)
+            normalized: Tensor = self.normalizer(values)
+            return normalized
         mask = tasks.shard_mask[..., None].to(values.dtype)
         count = mask.sum(dim=1, keepdim=True).clamp(min=1)
         mean = (values * mask).sum(dim=1, keepdim=True) / count
         std = (((values - mean) * mask) ** 2).sum(dim=1, keepdim=True).div(count).sqrt()
         # The authors' code divides by zero for a constant column; 0 is the only sane score of one.
-        return torch.where(std > 1e-6 * (1 + mean.abs()), (values - mean) / std.clamp(min=1e-12), 0.0)
+        scores = (values - mean) / std.clamp(min=1e-12)
+        return torch.where(std > 1e-6 * (1 + mean.abs()), scores, torch.zeros_like(scores))
 
     def encode(self, tasks: TaskTensors) -> Tensor:
         """See ``CostModel.encode``; the last column counts shards, so that an empty device can be told."""
