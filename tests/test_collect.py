@@ -4,8 +4,9 @@ import pytest
 
 from torchrec_dreamshard.errors import MeasurementError
 from torchrec_dreamshard.hardware import named_hardware
+from torchrec_dreamshard.measurement import CostBreakdown, Measurement
 from torchrec_dreamshard.pool import load_public_pool
-from torchrec_dreamshard.profiling.collect import CollectConfig, collect, repeatability, share_size
+from torchrec_dreamshard.profiling.collect import CollectConfig, calmest_runs, collect, repeatability, share_size
 from torchrec_dreamshard.profiling.fbgemm_profiler import FBGEMMProfiler
 from torchrec_dreamshard.profiling.sampling import SamplingPlan
 from torchrec_dreamshard.profiling.timing import TimingConfig
@@ -89,3 +90,15 @@ def test_repeatability_is_the_difference_over_the_mean(store):
         provenance = dataclasses.replace(record.provenance, details=details)
         store.append(dataclasses.replace(record, cost=cost, provenance=provenance))
     assert repeatability(store, PLAN) == {"forward": [1.0], "backward": [0.0], "total": [0.5]}
+
+
+def test_the_calmest_run_of_each_combination_is_kept_and_tells_of_the_others():
+    def run(sample, forward):
+        task = PLAN[sample]
+        cost = CostBreakdown(forward_compute_ms=[forward], backward_compute_ms=[1.0])
+        return Measurement(task=task, placement=(0,) * task.num_shards, cost=cost)
+
+    failed = Measurement(task=PLAN[3], placement=(0,) * PLAN[3].num_shards, error="out of memory")
+    kept = calmest_runs([run(1, 5.0), run(2, 7.0), run(1, 4.0), failed, run(1, 6.0)])
+    assert [float(m.cost.compute_ms[0]) for m in kept] == [5.0, 8.0]
+    assert [m.provenance.details["runs_ms"] for m in kept] == [[6.0, 5.0, 7.0], [8.0]]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +122,32 @@ def repeatability(store: MeasurementStore, plan: SamplingPlan) -> dict[str, list
         term: (np.abs(both[:, 0] - both[:, 1]) / np.maximum(both.mean(axis=1), 1e-9)).tolist()
         for term, both in by_term.items()
     }
+
+
+def calmest_runs(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Of several runs of a combination, keeps the one with the least compute time.
+
+    What disturbs a kernel (neighbours on the same memory and caches, stolen cores) only adds to its time, and on a
+    shared machine it may last for the whole of a measurement, where no statistic over the repeats can see it.
+
+    Args:
+        measurements: of any number of runs; failed ones and those without compute times are left out.
+
+    Returns:
+        One measurement for each combination of shards and placement, in the order of their first runs. The compute
+        times of all its runs are in its provenance as ``runs_ms``.
+    """
+    runs: dict[tuple[object, ...], list[tuple[float, Measurement]]] = {}
+    for measurement in measurements:
+        if measurement.cost is not None and measurement.cost.compute_ms is not None:
+            key = (measurement.task.shards, measurement.placement, measurement.task.num_devices)
+            runs.setdefault(key, []).append((float(measurement.cost.compute_ms.max()), measurement))
+    calmest = []
+    for found in runs.values():
+        _, best = min(found, key=lambda run: run[0])
+        details = {**best.provenance.details, "runs_ms": [round(compute_ms, 4) for compute_ms, _ in found]}
+        calmest.append(dataclasses.replace(best, provenance=dataclasses.replace(best.provenance, details=details)))
+    return calmest
 
 
 def _share(config: CollectConfig) -> Iterator[tuple[int, int]]:
