@@ -275,3 +275,25 @@ def test_explanation():
 def test_plan_runs_under_meta_and_real_devices_alike():
     plans = [planner(seed=1).plan(bag_collection(device), BAGS) for device in ("meta", "cpu")]
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_estimates_are_torchrecs(device):
+    """Equal shards are estimated once; the values must be those of TorchRec's enumerator."""
+    kinds = ["table_wise", "column_wise", "table_column_wise", "data_parallel"]
+    kinds += ["row_wise", "table_row_wise", "grid_shard"] if device == "cuda" else []
+    constraints = {f"t{i}": ParameterConstraints(sharding_types=kinds, pooling_factors=[3.0]) for i in range(2)}
+    topology = quiet_topology(8, device, local_world_size=4)
+    model = bag_collection("meta", rows=(1001, 5), dims=(256, 128))
+    ours = DreamShardPlanner(topology, 64, constraints=constraints, agent=StandInAgent())._enumerator
+    theirs = EmbeddingShardingPlanner(topology, 64, constraints=constraints)._enumerator
+    estimates = [
+        {
+            (o.name, o.sharding_type, o.compute_kernel, o.num_shards): [(s.size, s.storage, s.perf) for s in o.shards]
+            for o in enumerator.enumerate(model, BAGS)
+        }
+        for enumerator in (ours, theirs)
+    ]
+    common = set(estimates[0]) & set(estimates[1])
+    assert {key[1] for key in common} == set(kinds)
+    assert all(estimates[0][key] == estimates[1][key] for key in common)

@@ -129,10 +129,24 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             features = self._facts[option.name].num_features if option.name in self._facts else 1
             if option.input_lengths == [POOLING_FACTOR] and features > 1:
                 option.input_lengths = [POOLING_FACTOR] * features
-        super().populate_estimates(sharding_options)
+        self._estimate_distinct(sharding_options)
         if self._corrects_storage:
             for option in sharding_options:
                 self._correct_state(option)
+
+    def _estimate_distinct(self, options: list[ShardingOption]) -> None:
+        """Estimates one of each option's equal shards: a shard's estimate depends on its own size alone."""
+        thin = []
+        for option in options:
+            distinct = {tuple(shard.size): shard for shard in option.shards}
+            thin.append((option, distinct, copy.copy(option)))
+            thin[-1][2].shards = list(distinct.values())
+        super().populate_estimates([twin for _, _, twin in thin])
+        for option, distinct, twin in thin:
+            option.is_weighted = twin.is_weighted  # estimators fill it in
+            for shard in option.shards:
+                estimated = distinct[tuple(shard.size)]
+                shard.storage, shard.perf = copy.copy(estimated.storage), copy.copy(estimated.perf)
 
     def _correct_state(self, option: ShardingOption) -> None:
         fused = self._sharder_data_map[option.module_type_key].fused_params

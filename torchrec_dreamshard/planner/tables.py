@@ -19,7 +19,7 @@ HEAVY_SHARE = 0.25
 """A table with more than this share of a device's mean load is worth splitting."""
 MAX_REPLICATED_BYTES = 4 * 1024**2
 """Largest table worth replicating: beyond, summing its dense gradient costs more than any exchange."""
-MAX_UNIFORM_SHARDS = 16_384
+MAX_UNIFORM_SHARDS = 8_192
 """Shards of row-wise and of data-parallel options built for unconstrained tables; the hungriest come first."""
 
 
