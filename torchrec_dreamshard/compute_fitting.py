@@ -24,6 +24,7 @@ Progress = Callable[[int, int], None]
 
 _CHECK_EVERY = 20
 _HEAD_SPEED = 10.0  # learning rate of the few mixing weights over that of the encoder
+_MAX_STEPS_FACTOR = 5.0
 _HUBER = 0.3  # a relative error above this counts linearly
 _FLOOR = 1e-3  # of a typical cost: below it, errors are no longer relative
 
@@ -204,7 +205,9 @@ def train_members(
     parameters = [*model.encoder.parameters(), *head]
     optimizer = torch.optim.Adam([{"params": list(model.encoder.parameters())}, {"params": head}])
     peak = config.learning_rate * (1.0 if fresh else 0.3)
-    steps = config.num_steps if fresh else math.ceil(config.num_steps / 3)
+    # More rows than one batch carry more detail, which takes longer to learn.
+    steps = math.ceil(config.num_steps * min(max(len(weight) / config.batch_size, 1.0), _MAX_STEPS_FACTOR))
+    steps = steps if fresh else math.ceil(steps / 3)
     best = torch.full((config.num_members,), math.inf)
     best_state = [p.detach().clone() for p in parameters]
     for step in range(steps + 1):

@@ -26,7 +26,8 @@ class CostConfig:
     hidden: int = 64
     """Width of a member's shard encoder (paper: 128)."""
     num_steps: int = 400
-    """Gradient steps of one fit (paper: 300 in each of 10 iterations)."""
+    """Gradient steps of one fit up to ``batch_size`` rows, at most five times as many for more; a third of them where
+    a fitted model is continued (paper: 300 in each of 10 iterations)."""
     batch_size: int = 512
     """Device loads of a gradient step (paper: 64 placements)."""
     learning_rate: float = 5e-3

@@ -93,7 +93,7 @@ def fit_cost_model(
         progress: called with the gradient steps done and all of them.
 
     Returns:
-        The model and what it is worth.
+        The model, with its parameters frozen, and what it is worth.
 
     Raises:
         ValueError: no measurement has a cost.
@@ -101,6 +101,7 @@ def fit_cost_model(
     kept = usable(measurements)
     loads = collect_loads(kept)
     fitted = make_cost_model(config or CostConfig()) if model is None else copy.deepcopy(model)
+    fitted.requires_grad_(True)
     terms: dict[str, TermReport] = {}
     if isinstance(fitted, PaperCostNetwork):
         fit_paper(fitted, kept, loads, seed=seed, fresh=model is None, progress=progress)
@@ -121,7 +122,7 @@ def fit_cost_model(
     )
     if report.num_contradictory:
         logger.warning("%d measurements contradict others of the same placement", report.num_contradictory)
-    return fitted.eval(), report
+    return fitted.eval().requires_grad_(False), report
 
 
 def _fit_network(
