@@ -97,13 +97,17 @@ class EstimatedMDP:
         """``B x S``: shards in the order in which they are placed, padding last."""
 
     def _shard_loads(self) -> Tensor:
-        """``B x S x 3``; the exchange's rate comes from dealing the shards round robin."""
+        """``B x S x 3``; the exchange's rate comes from dealing the shards round robin, largest first."""
         tensors, (batch, num_shards) = self.tensors, self.tensors.shard_mask.shape
         compute = self.cost_model.device_compute(self.latents, tensors.hardware[:, None, :]).clamp(min=0)
         values = torch.expm1(tensors.shard_features[..., SHARD_INDEX["log1p_output_values"]])
         values = values * tensors.shard_mask
         num_devices = tensors.device_mask.sum(dim=1, keepdim=True)
-        dealt = torch.arange(num_shards).expand(batch, -1) % num_devices
+        share = values / values.sum(dim=1, keepdim=True).clamp(min=1e-9)
+        share = share + compute.sum(dim=-1) / compute.sum(dim=(1, 2)).clamp(min=1e-9)[:, None]
+        largest_first = share.masked_fill(~tensors.shard_mask, -1.0).argsort(dim=1, descending=True, stable=True)
+        turns = torch.arange(num_shards).expand(batch, -1) % num_devices
+        dealt = torch.zeros_like(largest_first).scatter(1, largest_first, turns)
         width = tensors.device_mask.shape[1]
         predicted = self.cost_model.predict(placement_latents(self.latents, dealt, width), tensors)
         sent = placement_latents(values[..., None], dealt, width).squeeze(-1)

@@ -72,7 +72,8 @@ class _Problem:
 
     def compute(self, latents: Tensor) -> Tensor:
         """``... x H`` to forward and backward compute ``... x 2`` in ms."""
-        return self.model.device_compute(latents, self.hardware)
+        compute: Tensor = self.model.device_compute(latents, self.hardware)
+        return compute
 
     def caution(self, latents: Tensor) -> Tensor:
         """``... x H`` to what is added to a device's time for the model's doubt, ``...`` in ms."""
