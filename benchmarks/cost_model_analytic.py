@@ -78,11 +78,8 @@ def curve(seeds: int) -> None:
 def transfer(seeds: int) -> None:
     header("Transfer a100 to h100")
     config = CostConfig()
-    rows: dict[str, list[dict]] = {
-        "a100 as it is": [],
-        "fine-tuned on 50 kernels": [],
-        "from scratch on 500 kernels": [],
-    }
+    labels = ("a100 as it is", "fine-tuned on 50 kernels", "from scratch on 500 kernels")
+    rows: dict[str, list[dict]] = {label: [] for label in labels}
     for seed in range(seeds):
         source, _ = timed_fit(samples(400, seed, train=True), config, seed)
         few, many = (samples(n, seed + 77, train=True, hardware="h100", devices=1) for n in (50, 500))
