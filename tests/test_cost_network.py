@@ -6,7 +6,7 @@ from torchrec_dreamshard import CostBreakdown, Measurement, PlacementTask, Shard
 from torchrec_dreamshard.config import CostConfig
 from torchrec_dreamshard.cost_network import make_cost_model
 from torchrec_dreamshard.features import Normalizer, batch_tasks, placement_latents
-from torchrec_dreamshard.fitting import fit_cost_model
+from torchrec_dreamshard.fitting import TermReport, doubts, fit_cost_model
 from torchrec_dreamshard.physics import fit_nonnegative
 
 CONFIG = CostConfig(num_members=2, num_steps=100, hidden=16)
@@ -222,3 +222,16 @@ def test_nonnegative_least_squares_meets_the_optimality_conditions():
         x = fit_nonnegative(matrix, target)
         gradient = matrix.T @ (matrix @ x - target)
         assert (x >= 0).all() and (gradient > -1e-3).all() and np.abs(gradient[x > 0]).max() < 1e-3
+
+
+@pytest.mark.parametrize(("weighted", "ready"), [(0.2, False), (0.05, True)])
+def test_worse_than_the_prior_for_small_and_large_loads_is_not_ready(weighted, ready):
+    term = TermReport(
+        num_values=50,
+        mape=0.2,
+        rank_correlation=0.9,
+        weighted_error=weighted,
+        prior_mape=0.1,
+        prior_weighted_error=0.1,
+    )
+    assert (doubts({"compute_ms": term}) == "") == ready

@@ -48,8 +48,12 @@ class TermReport:
     """Mean absolute percentage error, as a share."""
     rank_correlation: float
     """Spearman's."""
+    weighted_error: float
+    """Sum of absolute errors over the sum of truths: what large loads count in."""
     prior_mape: float | None = None
-    """The same error of the physical prior alone; None where there is no prior to compare with."""
+    """``mape`` of the physical prior alone; None where there is no prior to compare with."""
+    prior_weighted_error: float | None = None
+    """``weighted_error`` of the physical prior alone."""
     inside_90: float | None = None
     """Share of the truths inside the stated 90 % interval; None where no deviation is stated."""
 
@@ -108,7 +112,7 @@ def fit_cost_model(
         reason = ""
     elif isinstance(fitted, CostNetwork):
         terms = _fit_network(fitted, loads, seed=seed, fresh=model is None, progress=progress)
-        reason = _doubts(terms)
+        reason = doubts(terms)
     else:
         raise ValueError(f"fit_cost_model trains CostNetwork and PaperCostNetwork, got {type(fitted).__name__}")
     report = FitReport(
@@ -147,12 +151,14 @@ def _report(model: CostNetwork, loads: DeviceLoads, held_out: HeldOut, comms: Te
         usable_rows = truth.isfinite() & predicted.isfinite() & (truth > 0)
         if int(usable_rows.sum()) >= 2:
             arrays = [x[usable_rows].double().numpy() for x in (predicted, truth)]
-            prior_mape = None if prior is None else _mape(prior[usable_rows].double().numpy(), arrays[1])
+            alone = None if prior is None else prior[usable_rows].double().numpy()
             terms[name] = TermReport(
                 num_values=len(arrays[0]),
                 mape=_mape(*arrays),
                 rank_correlation=rank_correlation(*arrays),
-                prior_mape=prior_mape,
+                weighted_error=_weighted_error(*arrays),
+                prior_mape=None if alone is None else _mape(alone, arrays[1]),
+                prior_weighted_error=None if alone is None else _weighted_error(alone, arrays[1]),
                 **more,
             )
 
@@ -181,14 +187,17 @@ def _held_out_steps(model: CostNetwork, loads: DeviceLoads, held_out: HeldOut) -
         return model.combine(loads.by_measurement(compute), loads.by_measurement(latents), loads.tasks).step_ms
 
 
-def _doubts(terms: dict[str, TermReport]) -> str:
+def doubts(terms: dict[str, TermReport]) -> str:
     """Why the model is not ready, or an empty string."""
     if not terms:
         return "no term could be judged on held-out measurements: measure more placements"
     for name, term in terms.items():
         if term.num_values < _MIN_JUDGED:
             return f"only {term.num_values} held-out values of {name}, at least {_MIN_JUDGED} are needed to judge it"
-        if term.prior_mape is not None and term.mape > 1.02 * term.prior_mape + 1e-3:
+        if term.prior_mape is None or term.prior_weighted_error is None:
+            continue
+        # Worse on small loads for the sake of large ones is no fault, nor the other way round.
+        if term.mape > 1.02 * term.prior_mape + 1e-3 and term.weighted_error > 1.02 * term.prior_weighted_error + 1e-3:
             return (
                 f"{name} is predicted worse ({term.mape:.1%} held-out error) than by the physical prior alone "
                 f"({term.prior_mape:.1%})"
@@ -210,6 +219,10 @@ def _count_contradictory(measurements: Sequence[Measurement]) -> int:
 
 def _mape(predicted: FloatArray, truth: FloatArray) -> float:
     return float(np.mean(np.abs(predicted - truth) / truth))
+
+
+def _weighted_error(predicted: FloatArray, truth: FloatArray) -> float:
+    return float(np.abs(predicted - truth).sum() / truth.sum())
 
 
 def rank_correlation(a: FloatArray, b: FloatArray) -> float:
