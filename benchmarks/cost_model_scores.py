@@ -88,7 +88,7 @@ def term_errors(model: CostModel, measurements: Sequence[Measurement]) -> dict[s
         known = np.isfinite(truth)
         if "compute" in name:
             known &= truth > 0
-        if known.any():
+        if (truth[known] > 0).any():
             errors[name] = Errors.of(predicted[name][known], truth[known])
     return errors
 

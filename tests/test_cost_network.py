@@ -235,3 +235,13 @@ def test_worse_than_the_prior_for_small_and_large_loads_is_not_ready(weighted, r
         prior_weighted_error=0.1,
     )
     assert (doubts({"compute_ms": term}) == "") == ready
+
+
+def test_links_between_hosts_are_priced_though_never_seen(fitted):
+    task = samples(5, 1, num_devices=4, count=12)[0].task
+    placement = tuple(range(4)) * 3
+    one_host = Measurement(task=task, placement=placement, error="not measured")
+    spread = PlacementTask.uniform(task.shards, 4, devices_per_host=2)
+    two_hosts = Measurement(task=spread, placement=placement, error="not measured")
+    near, far = (predict(fitted[0], m)[0].backward_comms_ms for m in (one_host, two_hosts))
+    assert (far > 5 * near).all()

@@ -35,6 +35,13 @@ EXCHANGE_FEATURES: tuple[str, ...] = (
 
 SKEW = EXCHANGE_FEATURES.index("skew_ms")
 
+NEAR_AND_FAR = tuple(
+    (index, EXCHANGE_FEATURES.index(name.replace("near", "far")))
+    for index, name in enumerate(EXCHANGE_FEATURES)
+    if "near" in name
+)
+"""Features of links inside a host, each with its twin between hosts."""
+
 _MAX_CORRECTION = 0.7  # the correction stays within a factor of two
 _SMALLEST = 1e-5  # ms
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from torchrec_dreamshard.compute_fitting import folds, importance, install_prior, train_members
 from torchrec_dreamshard.cost_network import CostNetwork
-from torchrec_dreamshard.exchange import EXCHANGE_FEATURES, SKEW, exchange_features
+from torchrec_dreamshard.exchange import EXCHANGE_FEATURES, NEAR_AND_FAR, SKEW, exchange_features
 from torchrec_dreamshard.loads import DeviceLoads
 from torchrec_dreamshard.measurement import FloatArray
 from torchrec_dreamshard.physics import LOAD_INDEX, NUM_KERNEL_QUANTITIES, fit_nonnegative, load_quantities
@@ -87,6 +87,10 @@ def _fit_direction(features: Tensor, truth: Tensor) -> Tensor:
         others[:, SKEW] = 0.0
         coefficients = fit_nonnegative(others * weight[:, None], rest * weight)
         coefficients[SKEW] = 1.0
+    # Links never seen in use are as efficient, for their bandwidth, as their twins inside a host.
+    for near, far in NEAR_AND_FAR:
+        if not matrix[:, far].any():
+            coefficients[far] = coefficients[near]
     return torch.from_numpy(coefficients).float()
 
 
