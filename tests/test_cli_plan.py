@@ -63,6 +63,8 @@ def test_topology_file(tables, tmp_path, capsys):
         (["--world-size", "2", "--pin", "a"], "TABLE=RANK"),
         (["--world-size", "2", "--previous", "none.json"], "none.json"),
         (["--world-size", "2", "--topology", "none.json"], "none.json"),
+        (["--world-size", "2", "--hbm-gib", "1", "--out", "none/plan.json"], "no folder 'none'"),
+        (["--world-size", "2", "--picture", "."], "is a folder"),
     ],
 )
 def test_bad_input_is_one_line(tables, capsys, argv, message):
@@ -78,3 +80,45 @@ def test_a_picture_without_matplotlib_is_explained(tables, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert main(["plan", "--tables", str(tables), "--world-size", "2", "--picture", "p.png"]) == 2
     assert "torchrec_dreamshard[plot]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "model", "message"),
+    [
+        ("def factory(): raise KeyError('x')", "broken:factory", "broken:factory failed with KeyError"),
+        ("def factory(size): return size", "broken:factory", "failed with TypeError"),
+        ("1 / 0", "broken:factory", "importing broken failed with ZeroDivisionError"),
+        ("def (:", "broken:factory", "importing broken failed with SyntaxError"),
+        ("", "broken", "expected MODULE:NAME"),
+    ],
+)
+def test_a_broken_factory_is_one_line(tmp_path, capsys, monkeypatch, body, model, message):
+    (tmp_path / "broken.py").write_text(body + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    assert main(["plan", "--model", model, "--world-size", "2"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1 and message in error[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.json", '[{"name": "a.b", "rows": 10, "dim": 4}]', "no collection for these tables"),
+        ("t.json", '[{"name": "a", "rows": 100000000000000000000000, "dim": 4}]', "no collection for these tables"),
+        ("t.csv", b"\xff\xfe\x00", "t.csv is not CSV"),
+    ],
+)
+def test_tables_that_no_collection_holds(tmp_path, capsys, name, content, message):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main(["plan", "--tables", str(tmp_path / name), "--world-size", "2"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("hbm_cap", '"big"'), ("world_size", "-2"), ("custom_topology_data", "1")]
+)
+def test_impossible_topology_arguments(tables, tmp_path, capsys, argument, value):
+    (tmp_path / "topology.json").write_text(f'{{"world_size": 2, "{argument}": {value}}}')
+    assert main(["plan", "--tables", str(tables), "--topology", "topology.json"]) == 2
+    assert "topology" in capsys.readouterr().err

@@ -57,3 +57,10 @@ def test_usage_errors(tmp_path, capsys, arguments, message):
     assert main(["train", "--out", str(tmp_path / "a.safetensors"), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_an_unwritable_file_is_refused_before_the_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torchrec_dreamshard.training.train", lambda *a, **k: pytest.fail("trained for nothing"))
+    for out, message in ((tmp_path, "is a folder"), (tmp_path / "none" / "a.safetensors", "no folder")):
+        assert main(["train", "--profiler", "analytic:a100", "--out", str(out)]) == 2
+        assert message in capsys.readouterr().err

@@ -87,6 +87,8 @@ def test_measurements_are_checked():
         Measurement(task=TASK, placement=(0,), error="x")
     with pytest.raises(ValueError, match=r"cost\.compute_ms must be of length 2, one per device, got 3"):
         Measurement(task=TASK, placement=(0, 0, 0), cost=CostBreakdown(compute_ms=[1, 2, 3]))
+    with pytest.raises(ValueError, match=r"Measurement\.cost must be a CostBreakdown, got 3\.0"):
+        Measurement(task=TASK, placement=(0, 0, 0), cost=3.0)
     for bad in ({"placement": [0, 0, 0], "error": "x"}, {"task": TASK.to_dict(), "error": "x"}):
         with pytest.raises(ValueError, match="Measurement lacks the fields"):
             Measurement.from_dict(bad)

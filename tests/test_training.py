@@ -130,6 +130,14 @@ def test_nothing_to_train_on_is_refused(arguments, message):
         train(**{"tasks": tasks(), "profiler": CountingProfiler(), "config": TINY, **arguments})
 
 
+@pytest.mark.parametrize("result", [None, 3.0])
+def test_a_profiler_that_returns_no_cost_is_named(result):
+    profiler = CountingProfiler()
+    profiler.measure = lambda task, placement: result
+    with pytest.raises(ValueError, match=f"must return a CostBreakdown, got {result}"):
+        train(tasks(), profiler, TINY)
+
+
 def test_an_impossible_task_is_refused_before_anything_is_measured():
     profiler = CountingProfiler()
     huge = PlacementTask.uniform([ShardSpec(rows=1000, dim=8, pooling_factor=1.0, name="huge")], 2, hbm_bytes=10)

@@ -336,6 +336,26 @@ def test_misspelled_constraint_is_warned(caplog):
     assert warnings == ["constraints name tables that no sharder handles, they have no effect: ['t9']"]
 
 
+def test_a_table_of_another_device_group_is_warned(caplog):
+    elsewhere = {"t1": ParameterConstraints(device_group="tpu")}
+    assert "t1" not in shardings(stock(constraints=elsewhere).plan(bag_collection("meta"), BAGS))  # says nothing
+    planner(constraints=elsewhere).plan(bag_collection("meta"), BAGS)
+    assert "table t1 is left out of the plan" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        ({"batch_size": -1}, "batch_size must be at least 1"),
+        ({"together": ["t0", "t1"]}, "together must hold groups"),
+        ({"callbacks": [lambda plan: None]}, "must return the plan's options"),
+    ],
+)
+def test_impossible_arguments_are_named(further, message):
+    with pytest.raises(PlannerError, match=message):
+        planner(**further).plan(bag_collection("meta"), BAGS)
+
+
 def test_constraints_next_to_an_enumerator_are_warned(caplog):
     topology = quiet_topology()
     enumerator = DreamShardEnumerator(topology, 64)

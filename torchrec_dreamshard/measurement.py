@@ -142,6 +142,8 @@ class Measurement:
         object.__setattr__(self, "placement", self.task.check_placement(self.placement))
         if self.cost is None and self.error is None:
             raise ValueError("Measurement must have a cost or an error, got neither")
+        if self.cost is not None and not isinstance(self.cost, CostBreakdown):
+            raise invalid("Measurement", "cost", self.cost, "a CostBreakdown")
         if self.cost is not None:
             for name in (*TERMS, "compute_ms", "background_ms"):
                 array = getattr(self.cost, name)

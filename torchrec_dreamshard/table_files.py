@@ -34,8 +34,11 @@ def load_tables(path: str | Path) -> list[ShardSpec]:
     """
     path = Path(path)
     if path.suffix.lower() == ".csv":
-        with path.open(encoding="utf-8", newline="") as file:
-            entries: Any = list(csv.DictReader(file))
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                entries: Any = list(csv.DictReader(file))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{path} is not CSV: {error}") from None
     else:
         entries = _read_json(path)
         if isinstance(entries, Mapping):

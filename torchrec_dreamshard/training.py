@@ -30,7 +30,7 @@ from torchrec_dreamshard.cost_network import make_cost_model
 from torchrec_dreamshard.errors import MeasurementError
 from torchrec_dreamshard.fitting import FitReport, fit_cost_model
 from torchrec_dreamshard.mdp import EstimatedMDP
-from torchrec_dreamshard.measurement import Measurement, Profiler, Provenance
+from torchrec_dreamshard.measurement import CostBreakdown, Measurement, Profiler, Provenance
 from torchrec_dreamshard.packing import check_possible, repair
 from torchrec_dreamshard.policy_network import make_policy
 from torchrec_dreamshard.rollout import Rollout, Trail, roll_out, trail_log_probs
@@ -141,6 +141,8 @@ class Trainer:
                 cost, error = self.profiler.measure(task, placement), None
             except MeasurementError as failure:
                 cost, error = None, str(failure) or type(failure).__name__
+            if error is None and not isinstance(cost, CostBreakdown):
+                raise ValueError(f"the profiler's measure() must return a CostBreakdown, got {cost!r}")
             self.measurements.append(
                 Measurement(task=task, placement=placement, cost=cost, error=error, provenance=provenance)
             )

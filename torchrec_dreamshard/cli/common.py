@@ -67,6 +67,18 @@ def int_range(text: str) -> tuple[int, int]:
     return bounds
 
 
+def output_file(text: str) -> str:
+    """Argument type: a file that can be written, checked before the work whose result goes there."""
+    folder = os.path.dirname(text) or "."
+    if os.path.isdir(text):
+        raise argparse.ArgumentTypeError(f"must be a file, but {text!r} is a folder")
+    if not os.path.isdir(folder):
+        raise argparse.ArgumentTypeError(f"there is no folder {folder!r}, create it first")
+    if not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"the folder {folder!r} cannot be written to")
+    return text
+
+
 def _integer(text: str, minimum: int) -> int:
     try:
         value = int(text)

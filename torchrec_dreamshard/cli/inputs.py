@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torchrec_dreamshard.cli.common import int_range, positive_float, positive_int
@@ -36,7 +37,7 @@ def make_profiler(text: str, seed: int = 0) -> Profiler:
     if not detail:
         raise ValueError(f"unknown profiler {text!r}; expected {PROFILER_HELP}")
     profiler = load_object(text)
-    profiler = profiler() if callable(profiler) else profiler
+    profiler = call_factory(text, profiler) if callable(profiler) else profiler
     if not isinstance(profiler, Profiler):
         raise ValueError(f"{text} must give an object with measure(task, placement), got {profiler!r}")
     return profiler
@@ -56,18 +57,34 @@ def load_object(text: str) -> Any:
     """The object that ``package.module:name`` names; modules of the current folder are found too.
 
     Raises:
-        ValueError: no such module or name in it.
+        ValueError: no such module or name in it, or a module that fails when it is imported.
     """
     module, _, name = text.partition(":")
+    if not module or not name:
+        raise ValueError(f"expected MODULE:NAME, got {text!r}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ValueError(f"{text}: cannot import it, there is no module {error.name!r}") from error
+    except Exception as error:  # the user's code may raise anything
+        raise ValueError(f"{text}: importing {module} failed with {type(error).__name__}: {error}") from error
     if not hasattr(loaded, name):
         raise ValueError(f"{text}: module {module!r} has no {name!r}")
     return getattr(loaded, name)
+
+
+def call_factory(text: str, factory: Callable[[], Any]) -> Any:
+    """What the user's callable named ``text`` returns.
+
+    Raises:
+        ValueError: it raised.
+    """
+    try:
+        return factory()
+    except Exception as error:  # the user's code may raise anything
+        raise ValueError(f"{text} failed with {type(error).__name__}: {error}") from error
 
 
 def add_task_arguments(parser: argparse.ArgumentParser, *, num_tasks: int) -> None:

@@ -14,10 +14,11 @@ from torchrec_dreamshard.cli.common import (
     add_common_arguments,
     emit,
     format_table,
+    output_file,
     positive_float,
     positive_int,
 )
-from torchrec_dreamshard.cli.inputs import load_object
+from torchrec_dreamshard.cli.inputs import call_factory, load_object
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,8 +61,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         metavar="TABLE",
         help="tables on one rank; may be repeated",
     )
-    parser.add_argument("--out", default="plan.json", metavar="FILE", help="plan file (default: plan.json)")
-    parser.add_argument("--picture", metavar="FILE", help="stacked bars of every device's predicted times")
+    parser.add_argument(
+        "--out", type=output_file, default="plan.json", metavar="FILE", help="plan file (default: plan.json)"
+    )
+    parser.add_argument(
+        "--picture", type=output_file, metavar="FILE", help="stacked bars of every device's predicted times"
+    )
     parser.add_argument("--explain", action="store_true", help="print why each table is where it is")
     add_common_arguments(parser)
 
@@ -101,7 +106,8 @@ def load_model(text: str) -> nn.Module:
     from torch import nn
 
     factory = load_object(text)
-    model = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
+    made = callable(factory) and not isinstance(factory, nn.Module)
+    model = call_factory(text, factory) if made else factory
     if not isinstance(model, nn.Module):
         raise ValueError(f"{text} must return a torch.nn.Module, got {type(model).__name__}")
     return model

@@ -11,6 +11,7 @@ from torchrec_dreamshard.cli.common import (
     emit,
     format_table,
     non_negative_int,
+    output_file,
     progress_bar,
 )
 from torchrec_dreamshard.cli.inputs import PROFILER_HELP, add_task_arguments, load_tasks, make_profiler
@@ -24,7 +25,9 @@ _DESCRIPTION = (
 def add_parser(subparsers: Any) -> None:
     """Adds the command to the root parser."""
     parser = subparsers.add_parser("train", help="train an agent", description=_DESCRIPTION)
-    parser.add_argument("--out", required=True, metavar="FILE", help="agent file to write (.safetensors)")
+    parser.add_argument(
+        "--out", type=output_file, required=True, metavar="FILE", help="agent file to write (.safetensors)"
+    )
     parser.add_argument("--profiler", help=f"measure with this: {PROFILER_HELP}")
     parser.add_argument("--measurements", nargs="+", default=[], metavar="STORE", help="stores to learn from")
     parser.add_argument(

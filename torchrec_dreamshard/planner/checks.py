@@ -44,11 +44,24 @@ def check_topology(topology: Topology) -> None:
             )
 
 
+def check_arguments(batch_size: int, together: Sequence[Sequence[str]]) -> None:
+    """Refuses what TorchRec would only stumble over while it plans, or read as something else.
+
+    Raises:
+        PlannerInputError: also a ValueError.
+    """
+    if batch_size < 1:
+        raise PlannerInputError(f"batch_size must be at least 1 sample per rank, got {batch_size}")
+    if any(isinstance(names, str) for names in together):
+        raise PlannerInputError(f"together must hold groups of table names, such as [('a', 'b')], got {together!r}")
+
+
 def check_inputs(
     module: nn.Module,
     sharders: Sequence[ModuleSharder[nn.Module]],
     constraints: Mapping[str, ParameterConstraints] | None,
     names: Mapping[str, Iterable[str]],
+    compute_device: str,
 ) -> None:
     """Checks constraints against the tables they name, and looks for tables that nothing will shard.
 
@@ -57,6 +70,7 @@ def check_inputs(
         sharders: the sharders in use.
         constraints: by table name.
         names: further tables that the user names, by the argument that names them.
+        compute_device: of the topology.
 
     Raises:
         PlannerInputError: a constraint's lists do not match the table's features.
@@ -76,6 +90,7 @@ def check_inputs(
     for name, constraint in sorted((constraints or {}).items()):
         if name in features:
             _check_lengths(name, constraint, features[name])
+    _warn_left_out(tables, constraints or {}, compute_device)
     _warn_unsharded(module, sharders)
 
 
@@ -92,6 +107,18 @@ def _check_lengths(name: str, constraint: ParameterConstraints, num_features: in
         if any(not value >= 0 or value == float("inf") for value in values):  # also catches NaN
             raise PlannerInputError(
                 f"constraints[{name!r}].{field} must be finite numbers of at least 0, got {list(values)}"
+            )
+
+
+def _warn_left_out(tables: set[str], constraints: Mapping[str, ParameterConstraints], compute_device: str) -> None:
+    for name in sorted(tables & set(constraints)):
+        group = constraints[name].device_group
+        if group and group != compute_device:
+            logger.warning(
+                "table %s is left out of the plan: its constraint's device_group is %r, the topology is for %r",
+                name,
+                group,
+                compute_device,
             )
 
 

@@ -88,7 +88,12 @@ def read_tables(path: str | Path) -> TableModel:
     Raises:
         ValueError: not such a file, or a table that no collection can hold.
     """
-    return TableModel(load_tables(path))
+    tables = load_tables(path)
+    try:
+        return TableModel(tables)
+    except (KeyError, TypeError, RuntimeError) as error:  # a name with a dot, more rows than an int64 counts
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{path}: TorchRec has no collection for these tables: {reason}") from error
 
 
 def _config(kind: Callable[..., Any], table: ShardSpec) -> Any:
@@ -132,11 +137,16 @@ def make_topology(path: str | Path | None, flags: Mapping[str, Any]) -> Topology
     unknown = sorted(set(values) - known)
     if unknown:
         raise ValueError(f"unknown topology arguments {unknown}; known are {sorted(known)}")
+    for name, value in values.items():
+        if name.endswith(("_size", "_cap", "_bw")) and (
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0
+        ):
+            raise ValueError(f"the topology's {name} must be a number above 0, got {value!r}")
     if not isinstance(values.get("world_size"), int):
         raise ValueError("the topology needs a world size: give --world-size, or world_size in the topology file")
     try:
         return Topology(**{"created_by_factory": True, **values})
-    except AssertionError as error:
+    except (AssertionError, AttributeError, TypeError) as error:
         raise ValueError(f"the topology is impossible: {error}") from None
 
 

@@ -36,7 +36,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_dreamshard.measurement import CostBreakdown
 from torchrec_dreamshard.planner.adapter import shardable_modules
-from torchrec_dreamshard.planner.checks import check_complete, check_inputs, check_topology
+from torchrec_dreamshard.planner.checks import check_arguments, check_complete, check_inputs, check_topology
 from torchrec_dreamshard.planner.collective import check_group, run_on_first_rank
 from torchrec_dreamshard.planner.costs import CostSource
 from torchrec_dreamshard.planner.enumerator import DreamShardEnumerator, option_order
@@ -143,6 +143,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
             plan_loader=plan_loader,
         )
         check_topology(self._topology)
+        check_arguments(self._batch_size, together)
         self._time_budget_s = float(time_budget_s)
         self._seed = seed
         self._pins = dict(pins or {})
@@ -318,7 +319,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
 
     def _check(self, module: nn.Module, sharders: List[ModuleSharder[nn.Module]]) -> None:
         names = {"pins": self._pins, "together": [name for names in self._together for name in names]}
-        check_inputs(module, sharders, self._constraints, names)
+        check_inputs(module, sharders, self._constraints, names, self._topology.compute_device)
         known = getattr(self._enumerator, "_constraints", None)
         if self._constraints and not self._own_enumerator and not known:
             logger.warning(
@@ -352,6 +353,8 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
     ) -> ShardingPlan:
         for callback in self._callbacks:
             best = callback(best)
+            if best is None:
+                raise PlannerInputError(f"the callback {callback!r} must return the plan's options, it returned None")
         self._best_plan = best
         check_complete(best, module, sharders, self._topology, self._constraints)
         plan = to_sharding_plan(best, self._topology)
