@@ -297,3 +297,23 @@ def test_estimates_are_torchrecs(device):
     common = set(estimates[0]) & set(estimates[1])
     assert {key[1] for key in common} == set(kinds)
     assert all(estimates[0][key] == estimates[1][key] for key in common)
+
+
+def test_only_the_first_proposals_of_a_plan_are_refined():
+    class Recording(StandInAgent):
+        def __init__(self):
+            super().__init__()
+            self.refined = []
+
+        def place(self, task, *, refine=True, time_budget_s=None, seed=0):
+            self.refined.append(refine)
+            return super().place(task, refine=refine, time_budget_s=time_budget_s, seed=seed)
+
+    agent = Recording()
+    rows, dims = (40, 60, 80, 100) * 3, (16,) * 12  # enough tables for TorchRec to make many proposals
+    planner = EmbeddingShardingPlanner(quiet_topology(2), 64, partitioner=DreamShardPartitioner(agent), stats=[])
+    for _ in range(2):
+        agent.refined.clear()
+        planner.plan(bag_collection("meta", rows=rows, dims=dims), get_default_sharders())
+        assert 0 < sum(agent.refined) <= 24 < len(agent.refined)  # proposals without free shards count, but ask nobody
+        assert not any(agent.refined[24:])

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torchrec_dreamshard.agent import Agent
 
 _MAX_SPREAD_TRIALS = 32
+_MAX_REFINED = 24  # proposals of one plan; TorchRec's proposers make hundreds, of which the first are the likeliest
 
 
 class DreamShardPartitioner(Partitioner):  # type: ignore[misc]
@@ -44,7 +45,8 @@ class DreamShardPartitioner(Partitioner):  # type: ignore[misc]
         agent: an agent, a name or path to load, or None for the one shipped for the topology's device.
         time_budget_s: bound of one call's search; None leaves it to the agent.
         seed: of the search.
-        refine: False for one greedy rollout of the policy and nothing else.
+        refine: False for one greedy rollout of the policy and nothing else, which is also all that proposals get
+            after the first 24 of one plan.
         pins: rank of a table by name; its shards go nowhere else.
         together: groups of table names that share one device.
     """
@@ -64,6 +66,8 @@ class DreamShardPartitioner(Partitioner):  # type: ignore[misc]
         self._seed = seed
         self._refine = refine
         self._pins = dict(pins or {})
+        self._constraint: Topology | None = None
+        self._num_proposals = 0
         self._groups = {name: index for index, names in enumerate(together) for name in names}
 
     def partition(
@@ -80,6 +84,9 @@ class DreamShardPartitioner(Partitioner):  # type: ignore[misc]
         Raises:
             PlannerError: something does not fit (names the table, the bytes needed and there).
         """
+        if storage_constraint is not self._constraint:  # a planner makes one for each plan
+            self._constraint, self._num_proposals = storage_constraint, 0
+        self._num_proposals += 1
         costs = self._source.on(storage_constraint)
         ledger = Ledger(storage_constraint)
         options = sorted(proposal, key=option_order)
@@ -148,7 +155,8 @@ class DreamShardPartitioner(Partitioner):  # type: ignore[misc]
             return
         task = costs.task(specs, ledger.load_ms, [(int(hbm), int(ddr)) for hbm, ddr, _ in ledger.free])
         try:
-            placement = costs.agent.place(task, refine=self._refine, time_budget_s=self.time_budget_s, seed=self._seed)
+            refine = self._refine and self._num_proposals <= _MAX_REFINED
+            placement = costs.agent.place(task, refine=refine, time_budget_s=self.time_budget_s, seed=self._seed)
         except InfeasiblePlacementError as error:
             raise PlannerError(f"no placement fits: {error}", PlannerErrorType.PARTITION) from error
         ranks = _spread_columns(options, costs, task, task.check_placement(placement))
