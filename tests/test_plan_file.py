@@ -86,6 +86,28 @@ def test_foreign_files_are_refused(tmp_path, text, message):
         load_plan(path)
 
 
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda document: document.pop("tables"),
+        lambda document: document.update(tables=5),
+        lambda document: document["tables"].insert(0, "t0"),
+        lambda document: document["tables"][0].pop("ranks"),
+        lambda document: document["tables"][0].update(sharding_type="tablewise"),
+        lambda document: document["tables"][0]["shards"][0].pop("size"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path, spoil):
+    path = tmp_path / "plan.json"
+    save_plan(path, planner().plan(model(), SHARDERS))
+    document = json.loads(path.read_text())
+    spoil(document)
+    path.write_text(json.dumps(document))
+    for read in (load_plan, lambda file: PlanFileLoader(file).load()):
+        with pytest.raises(ValueError, match="is a damaged plan file"):
+            read(path)
+
+
 @pytest.mark.parametrize("constraints", [None, EVERYTHING])
 def test_loader_brings_the_plan_back(tmp_path, constraints):
     first = planner(constraints=constraints)

@@ -15,13 +15,14 @@ import dataclasses
 import enum
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torchrec.distributed import types as torchrec_types
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.shard_estimators import EmbeddingOffloadStats
 from torchrec.distributed.planner.types import Perf, PlanLoader, Shard, ShardingOption, Storage
 from torchrec.distributed.types import (
@@ -29,6 +30,7 @@ from torchrec.distributed.types import (
     EnumerableShardingSpec,
     ParameterSharding,
     ShardingPlan,
+    ShardingType,
     ShardMetadata,
 )
 from torchrec.modules.embedding_configs import DataType
@@ -38,6 +40,8 @@ from torchrec_dreamshard.planner.enumerator import partition_by_type
 
 PLAN_FORMAT = "torchrec_dreamshard.plan"
 PLAN_VERSION = 1
+
+_T = TypeVar("_T")
 
 _PARAMETERS = (
     "cache_params",
@@ -111,8 +115,8 @@ def load_plan(path: str | Path) -> ShardingPlan:
         ValueError: not a plan file, or one of another version.
     """
     modules: dict[str, EmbeddingModuleShardingPlan] = {}
-    for entry in _read(path)["tables"]:
-        modules.setdefault(entry["module"], EmbeddingModuleShardingPlan())[entry["table"]] = _decode_table(entry)
+    for module, table, sharding in _tables(path, lambda e: (e["module"], e["table"], _decode_table(e))):
+        modules.setdefault(module, EmbeddingModuleShardingPlan())[table] = sharding
     return ShardingPlan(modules)
 
 
@@ -134,8 +138,7 @@ class PlanFileLoader(PlanLoader):  # type: ignore[misc]
         Raises:
             ValueError: not a plan file, or one of another version.
         """
-        options = (_option(entry) for entry in _read(self._path)["tables"])
-        return {option.storage_hash(): option for option in options}
+        return {option.storage_hash(): option for option in _tables(self._path, _option)}
 
     def plan_context_hash(self) -> str | None:
         """Hash of the inputs that the plan was made with; None switches the comparison off."""
@@ -156,6 +159,16 @@ def _read(path: str | Path) -> dict[str, Any]:
     if document.get("version") != PLAN_VERSION:
         raise ValueError(f"{path} has version {document.get('version')!r}, this release reads {PLAN_VERSION}")
     return document
+
+
+def _tables(path: str | Path, decode: Callable[[Mapping[str, Any]], _T]) -> list[_T]:
+    """Every table's entry, decoded."""
+    document = _read(path)
+    try:
+        return [decode(entry) for entry in document["tables"]]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is a damaged plan file ({reason}): restore it from a copy, or plan anew") from error
 
 
 def _encode_table(module: str, name: str, sharding: ParameterSharding, option: ShardingOption | None) -> dict[str, Any]:
@@ -198,8 +211,8 @@ def _decode_table(entry: Mapping[str, Any]) -> ParameterSharding:
             ]
         )
     return ParameterSharding(
-        sharding_type=entry["sharding_type"],
-        compute_kernel=entry["compute_kernel"],
+        sharding_type=ShardingType(entry["sharding_type"]).value,
+        compute_kernel=EmbeddingComputeKernel(entry["compute_kernel"]).value,
         ranks=entry["ranks"],
         sharding_spec=spec,
         **{field: _decode(entry[field]) for field in _PARAMETERS if field in entry},
@@ -229,7 +242,7 @@ def _option(entry: Mapping[str, Any]) -> ShardingOption:
         module=(entry["module"], nn.Module()),
         input_lengths=estimates.get("input_lengths", [1.0]),
         batch_size=estimates.get("batch_size", 1),
-        sharding_type=entry["sharding_type"],
+        sharding_type=ShardingType(entry["sharding_type"]).value,
         partition_by=partition_by_type(entry["sharding_type"]),
         compute_kernel=entry["compute_kernel"],
         shards=made,
