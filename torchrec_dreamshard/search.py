@@ -127,7 +127,8 @@ class _Walk:
     def slowest(self) -> Tensor:
         """Devices with the largest load, of either kind; more of them with very many devices."""
         count = max(1, self.problem.num_devices // 128)
-        return torch.unique(self.parts.topk(count, dim=0).indices.flatten())
+        devices: Tensor = torch.unique(self.parts.topk(count, dim=0).indices.flatten())  # untyped in PyTorch
+        return devices
 
     def smoothed(self, candidates: _Candidates, new_source: Tensor, new_target: Tensor) -> Tensor:
         """Smooth imbalance after ``M`` changes, from the two devices' new ``M x 4`` loads."""
