@@ -18,6 +18,11 @@ class Counting:
         return CostBreakdown(step_ms=max(list(placement).count(d) for d in range(task.num_devices)))
 
 
+class Forgetful:
+    def measure(self, task, placement):
+        return None
+
+
 class BalancingAgent:
     def place(self, task, *, refine=True, time_budget_s=None, seed=0, use_policy=True):
         return place_greedily(task, [1.0] * task.num_shards, seed) if refine else (0,) * task.num_shards
@@ -55,6 +60,8 @@ def test_text_output_and_choice_of_strategies(tasks_file, capsys):
     assert lines[6].split()[1:5] == ["3.500", "-41.4", "±", "2.8"]  # of -42.9 and -40 %
     assert main([*arguments, "--strategies", "magic"]) == 2
     assert "unknown strategies magic; known are random, size" in capsys.readouterr().err
+    assert main(["compare", "--tasks", tasks_file, "--profiler", f"{__name__}:Forgetful"]) == 2
+    assert "must return a CostBreakdown, got None" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

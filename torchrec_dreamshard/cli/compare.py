@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torchrec_dreamshard.cli.common import add_common_arguments, emit, format_table, positive_float, progress_bar
 from torchrec_dreamshard.cli.inputs import PROFILER_HELP, add_task_arguments, load_tasks, make_profiler
 from torchrec_dreamshard.errors import InfeasiblePlacementError, MeasurementError
+from torchrec_dreamshard.measurement import CostBreakdown
 
 if TYPE_CHECKING:
     from torchrec_dreamshard.agent import Agent
@@ -89,7 +90,11 @@ def make_placers(agent: Agent, names: Sequence[str] | None, time_budget_s: float
 
 
 def judge(placer: Placer, profiler: Profiler, task: PlacementTask, seed: int) -> Outcome:
-    """Places one task and measures the placement."""
+    """Places one task and measures the placement.
+
+    Raises:
+        ValueError: the profiler returns no cost.
+    """
     start = time.perf_counter()
     try:
         placement = placer(task, seed)
@@ -97,6 +102,8 @@ def judge(placer: Placer, profiler: Profiler, task: PlacementTask, seed: int) ->
         cost = profiler.measure(task, placement)
     except (InfeasiblePlacementError, MeasurementError) as error:
         return Outcome(None, time.perf_counter() - start, str(error))
+    if not isinstance(cost, CostBreakdown):
+        raise ValueError(f"the profiler's measure() must return a CostBreakdown, got {cost!r}")
     return Outcome(cost.step_ms, place_s, None if cost.step_ms is not None else "the profiler gives no step time")
 
 
