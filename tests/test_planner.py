@@ -317,3 +317,10 @@ def test_only_the_first_proposals_of_a_plan_are_refined():
         planner.plan(bag_collection("meta", rows=rows, dims=dims), get_default_sharders())
         assert 0 < sum(agent.refined) <= 24 < len(agent.refined)  # proposals without free shards count, but ask nobody
         assert not any(agent.refined[24:])
+
+
+def test_tables_whose_caches_do_not_fit_live_in_host_memory():
+    topology = quiet_topology(2, "cuda", hbm_cap=20 * 1024**3, ddr_cap=300 * 1024**3)
+    tables = bag_collection("meta", rows=(400_000_000,) * 2, dims=(64, 64))
+    plan = DreamShardPlanner(topology, 64, stats=[], agent=StandInAgent()).plan(tables, get_default_sharders())
+    assert any(sharding.compute_kernel == "fused_uvm" for sharding in shardings(plan).values())

@@ -233,6 +233,8 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         if facts is None or (constraint and constraint.compute_kernels):
             return kernels
         wanted = [k for k in kernels if facts.wants_host_memory or "uvm" not in k]
+        if facts.wants_no_cache:
+            return wanted or kernels
         return [k for k in wanted if not k.endswith("_uvm") or k + "_caching" not in wanted] or kernels
 
     def _explain(self, error: Exception) -> str:

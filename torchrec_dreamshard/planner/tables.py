@@ -13,6 +13,7 @@ from torchrec_dreamshard.planner.adapter import shardable_modules, table_configs
 
 LARGE_SHARE = 0.5
 """A table larger than this share of a device leaves little room for others: ways to split it are offered."""
+CACHED_SHARE = 0.25  # of the weights: what caches of TorchRec's default size and the optimizer take in HBM
 SHORT_SHARE = 0.8
 """Above this share of all HBM, unified-memory kernels are offered."""
 HEAVY_SHARE = 0.25
@@ -44,6 +45,9 @@ class TableFacts:
     wants_rows: bool
     wants_replicas: bool
     wants_host_memory: bool
+    """Unified memory, with a cache in HBM."""
+    wants_no_cache: bool
+    """Unified memory without one: even the caches crowd HBM."""
 
 
 def describe_tables(
@@ -103,6 +107,7 @@ def describe_tables(
             is_dominant=load > mean_load or name in big,
             wants_rows=world > 1 and name in by_rows,
             wants_replicas=name in replicas,
+            wants_no_cache=not on_host and CACHED_SHARE * total_bytes > sum(room),
             wants_host_memory=not on_host and (short or num_bytes > LARGE_SHARE * sum(room)),
         )
         for name, (rows, dim, features, num_bytes, load) in raw.items()
