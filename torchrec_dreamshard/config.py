@@ -69,7 +69,7 @@ class SearchConfig:
 
     num_rollouts: int = 8
     """Placements sampled from the policy as starts, besides its greedy one."""
-    num_starts: int = 3
+    num_starts: int = 1
     """How many of the best starts are refined."""
     num_kicks: int = 16
     """Perturbations in a row without a better placement after which the search has converged."""

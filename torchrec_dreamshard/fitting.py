@@ -35,6 +35,7 @@ from torchrec_dreamshard.paper_fitting import fit_paper
 
 logger = logging.getLogger(__name__)
 
+_EXACT = 0.02  # held-out error below that of repeated measurements: a prior that is nearer still proves nothing
 _MIN_JUDGED = 8  # fewer held-out values do not tell anything
 _CONTRADICTION = 1.5  # ratio between costs of one and the same placement
 
@@ -195,6 +196,8 @@ def doubts(terms: dict[str, TermReport]) -> str:
         if term.num_values < _MIN_JUDGED:
             return f"only {term.num_values} held-out values of {name}, at least {_MIN_JUDGED} are needed to judge it"
         if term.prior_mape is None or term.prior_weighted_error is None:
+            continue
+        if term.mape <= _EXACT:
             continue
         # Worse on small loads for the sake of large ones is no fault, nor the other way round.
         if term.mape > 1.02 * term.prior_mape + 1e-3 and term.weighted_error > 1.02 * term.prior_weighted_error + 1e-3:

@@ -175,10 +175,16 @@ class _ChangeSearch:
         self._device_ms = np.zeros(costs.world_size) if device_ms is None else np.array(device_ms)
 
     def changes(self, count: int) -> Choice:
-        """Up to ``count`` changes, at most one per table."""
+        """Up to ``count`` changes, at most one per table; what is tried in vain makes room for the next."""
+        found: Choice = {}
+        while not found and time.monotonic() < self._deadline and (candidates := self._candidates(count)):
+            found = self._most_promising(candidates, count)
+        return found
+
+    def _most_promising(self, candidates: Sequence[tuple[TableKey, ShardingOption]], count: int) -> Choice:
         found: Choice = {}
         scored: list[tuple[float, TableKey, ShardingOption]] = []
-        for key, option in self._candidates(count):
+        for key, option in candidates:
             if len(scored) >= _MAX_TRIALS and count == 1 or time.monotonic() > self._deadline:
                 break
             if count > 1:  # too many devices to judge one by one: the placement of all together decides
@@ -207,16 +213,17 @@ class _ChangeSearch:
         near = {key for rank in slowest for key in on_device.get(int(rank), [])} | set(uniform)
         self._costs.warm_up(option for key in near for option in (self._choice[key], *self._tables[key]))
         for rank in slowest:
-            heavy = sorted(on_device.get(int(rank), []), key=lambda k: (-self._costs.option_ms(self._choice[k]), k))
+            untried = [key for key in on_device.get(int(rank), []) if self._untried(key)]
+            heavy = sorted(untried, key=lambda k: (-self._costs.option_ms(self._choice[k]), k))
             for key in [*heavy[: 4 if count == 1 else 1], *(uniform if count == 1 else [])]:
-                if key in seen:
-                    continue
-                seen.add(key)
-                others = [
-                    o for o in self._tables[key] if o is not self._choice[key] and (key, id(o)) not in self._tried
-                ]
-                out.extend((key, option) for option in (others if count == 1 else others[:1]))
+                if key not in seen:
+                    seen.add(key)
+                    out.extend((key, option) for option in self._untried(key)[: None if count == 1 else 1])
         return out
+
+    def _untried(self, key: TableKey) -> list[ShardingOption]:
+        now = self._choice[key]
+        return [o for o in self._tables[key] if o is not now and (key, id(o)) not in self._tried]
 
     def _try(self, key: TableKey, option: ShardingOption) -> float:
         """Predicted step with one table changed, its shards on the least loaded devices."""
