@@ -206,8 +206,8 @@ def report(contestants: list[Contestant], measured: list[CostBreakdown], train_m
 
 Times are medians of {len(contestants[0].step_ms)} steps, measured inside the running models. All predictions are
 the agent's. An embedding step is the kernels and the exchanges with the wait in them, and data-parallel tables, if any;
-the whole step also has the input exchange and the dense layers. Both planners know each table's lookups per sample;
-DreamShard's also knows their reuse, which TorchRec's has no input for.
+the whole step also has the dense layers and the exchange of ids, which the predictions include. Both planners know each
+table's lookups per sample; DreamShard's also knows their reuse, which TorchRec's has no input for.
 With DreamShard's plan a training step takes {abs(change):.1f} % {"less" if change < 0 else "more"} time."""
 
 

@@ -29,6 +29,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.schema.utils import is_signature_compatible
 
 from torchrec_dreamshard.planner import DreamShardPartitioner, DreamShardPlanner, DreamShardProposer, LearnedPerfModel
+from torchrec_dreamshard.planner.costs import CostSource
 
 BAGS = [EmbeddingBagCollectionSharder()]
 NO_RESERVATION = FixedPercentageStorageReservation(0.0)
@@ -324,3 +325,34 @@ def test_tables_whose_caches_do_not_fit_live_in_host_memory():
     tables = bag_collection("meta", rows=(400_000_000,) * 2, dims=(64, 64))
     plan = DreamShardPlanner(topology, 64, stats=[], agent=StandInAgent()).plan(tables, get_default_sharders())
     assert any(sharding.compute_kernel == "fused_uvm" for sharding in shardings(plan).values())
+
+
+@pytest.mark.parametrize("device, share", [("cpu", 0.35), ("cuda", 2.0)])
+def test_replicated_tables_run_dense_kernels(device, share):
+    source = CostSource(StandInAgent())
+    costs = source.on(quiet_topology(compute_device=device))
+    table = bag_collection(rows=(40,), dims=(8,))
+    constraints = {"t0": ParameterConstraints(sharding_types=["data_parallel"])}
+    planner = DreamShardPlanner(
+        topology=quiet_topology(compute_device=device), batch_size=8, constraints=constraints, agent=StandInAgent()
+    )
+    planner.plan(table, get_default_sharders())
+    (option,) = planner._best_plan
+    fused_ms = max(costs.single_ms(costs.adapter.shard_specs(option, 2)).values())
+    gradient_ms = 3 * 40 * 8 * 4 / (costs.hardware.memory_gb_s * 1e6) if device == "cpu" else 0.0
+    reduce_ms = 40 * 8 * 4 / (costs.hardware.intra_host_gb_s * 1e6)
+    assert costs.option_ms(option) == pytest.approx(share * fused_ms + gradient_ms + reduce_ms)
+
+
+def test_ids_of_sharded_tables_are_exchanged_on_a_cpu_only():
+    for device, in_step in (("cpu", True), ("cuda", False)):
+        planner = DreamShardPlanner(
+            topology=quiet_topology(compute_device=device),
+            batch_size=8,
+            constraints={f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(4)},
+            agent=StandInAgent(),
+        )
+        planner.plan(bag_collection(), get_default_sharders())
+        cost = planner.predicted()
+        assert (cost.background_ms.max() > 0) == in_step
+        assert cost.step_ms == pytest.approx(cost.device_ms.max())

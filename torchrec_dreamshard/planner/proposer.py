@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, List, Optional, cast
 
 import numpy as np
 from torchrec.distributed.planner.types import Enumerator, PartitionByType, Proposer, ShardingOption, Topology
+from torchrec.distributed.types import ShardingType
 
 from torchrec_dreamshard.planner import choices
 from torchrec_dreamshard.planner.choices import Choice, TableKey
@@ -150,7 +151,7 @@ class DreamShardProposer(Proposer):  # type: ignore[misc]
         if self._num_proposed == 1:
             self._batch = max(1, costs.world_size // 16)
         search = _ChangeSearch(self._tables, self._best, self._best_ranks, costs, self._tried, self.deadline)
-        changes = search.changes(self._batch)
+        changes = (search.replicas() if self._num_proposed == 1 else {}) or search.changes(self._batch)
         self._tried.update((key, id(option)) for key, option in changes.items())
         return {**self._best, **changes} if changes else None
 
@@ -173,6 +174,19 @@ class _ChangeSearch:
         self._step_ms = cast(float, cost.step_ms)
         device_ms = cost.device_ms
         self._device_ms = np.zeros(costs.world_size) if device_ms is None else np.array(device_ms)
+
+    def replicas(self) -> Choice:
+        """All tables that may be data-parallel, if that pays: together they share what the first of them costs."""
+        found = {
+            key: option
+            for key in self._choice
+            for option in self._untried(key)
+            if option.sharding_type == ShardingType.DATA_PARALLEL.value
+        }
+        everywhere = tuple(range(self._costs.world_size))
+        ranks = {**self._ranks, **dict.fromkeys(found, everywhere)}
+        step_ms = cast(float, self._step({**self._choice, **found}, ranks).step_ms)
+        return found if step_ms < self._step_ms * (1 - _MIN_GAIN) else {}
 
     def changes(self, count: int) -> Choice:
         """Up to ``count`` changes, at most one per table; what is tried in vain makes room for the next."""

@@ -91,7 +91,7 @@ def describe_tables(
 
     big = [n for n, t in raw.items() if t[3] > LARGE_SHARE * largest]
     hot = [n for n, t in raw.items() if t[4] > mean_load]
-    tiny = [n for n, t in raw.items() if t[3] <= MAX_REPLICATED_BYTES and t[0] <= batch_size * max(t[2], 1)]
+    tiny = [n for n, t in raw.items() if t[3] <= MAX_REPLICATED_BYTES and t[0] * t[1] <= batch_size * t[4]]
     by_rows = hungriest(big, 3) | hungriest(hot, 4) | {n for n in big if raw[n][3] > largest}
     replicas = hungriest(tiny, 4) if world > 1 else set()
     return {
