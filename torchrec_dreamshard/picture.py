@@ -43,7 +43,7 @@ def draw_cost(path: str | Path, cost: CostBreakdown, *, title: str = "predicted 
     bottom = np.zeros(len(devices))
     bars = list(zip(terms, terms.values(), _COLOURS, strict=True))
     if cost.background_ms is not None and cost.background_ms.any():
-        bars.insert(0, ("row-wise and data-parallel", np.asarray(cost.background_ms), _BACKGROUND_COLOUR))
+        bars.insert(0, ("row-wise, data-parallel, ids", np.asarray(cost.background_ms), _BACKGROUND_COLOUR))
     for label, values, colour in bars:
         axes.bar(devices, values, bottom=bottom, label=label, color=colour)
         bottom += values
