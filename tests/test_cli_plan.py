@@ -64,6 +64,7 @@ def test_topology_file(tables, tmp_path, capsys):
         (["--world-size", "2", "--previous", "none.json"], "none.json"),
         (["--world-size", "2", "--topology", "none.json"], "none.json"),
         (["--world-size", "2", "--hbm-gib", "1", "--out", "none/plan.json"], "no folder 'none'"),
+        (["--world-size", "2", "--hbm-gib", "1e300"], "must be at most 8,589,934,591 GiB"),
         (["--world-size", "2", "--picture", "."], "is a folder"),
     ],
 )

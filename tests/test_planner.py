@@ -251,6 +251,10 @@ def test_bad_arguments_are_refused():
         DreamShardPlanner(agent=StandInAgent())
     with pytest.raises(ValueError, match="agent must be"):
         planner(agent=7).plan(bag_collection("meta"), BAGS)
+    with pytest.raises(ValueError, match="pins must give each table a rank, an integer, got 1.0 for table t0"):
+        planner(pins={"t0": 1.0})
+    with pytest.raises(ValueError, match="nowhere.json cannot be read as a plan file"):
+        planner(previous="nowhere.json")
 
 
 def test_explanation():

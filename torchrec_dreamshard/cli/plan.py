@@ -27,8 +27,17 @@ if TYPE_CHECKING:
     from torchrec_dreamshard.planner.explain import Explanation
 
 GIB = 1024**3
+MAX_GIB = 2**33 - 1  # below 2**63 bytes, what a 64-bit count can hold
 BYTES_PER_MS = 1e6
 """TorchRec's unit of bandwidth in 1e9 bytes/s."""
+
+
+def gibibytes(text: str) -> float:
+    """Argument type: an amount of memory that a machine can have, in GiB."""
+    value = positive_float(text)
+    if value > MAX_GIB:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_GIB:,} GiB, got {text!r}")
+    return value
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -44,8 +53,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     topology.add_argument("--world-size", type=positive_int, help="ranks")
     topology.add_argument("--local-world-size", type=positive_int, help="ranks of one host (default: all)")
     topology.add_argument("--compute-device", choices=("cuda", "cpu"), help="default: cuda")
-    topology.add_argument("--hbm-gib", type=positive_float, help="memory of one GPU (default: 32)")
-    topology.add_argument("--ddr-gib", type=positive_float, help="host memory of one rank (default: 128)")
+    topology.add_argument("--hbm-gib", type=gibibytes, help="memory of one GPU (default: 32)")
+    topology.add_argument("--ddr-gib", type=gibibytes, help="host memory of one rank (default: 128)")
     topology.add_argument("--intra-host-gb-s", type=positive_float, help="bandwidth of a rank's link inside its host")
     topology.add_argument("--inter-host-gb-s", type=positive_float, help="bandwidth of a rank to other hosts")
     parser.add_argument("--batch-size", type=positive_int, default=512, help="samples per rank (default: 512)")

@@ -89,7 +89,8 @@ def _text(out: str, metadata: dict[str, Any], report: dict[str, Any]) -> str:
         prior = "" if term.get("prior_mape") is None else f"{term['prior_mape']:.1%}"
         rows.append([name, f"{term['mape']:.1%}", prior, f"{term['rank_correlation']:.3f}", f"{term['num_values']}"])
     table = format_table(["held-out", "error", "prior alone", "rank corr.", "values"], rows)
-    state = "ready" if report["ready"] else f"NOT READY to plan with: {report['reason']}"
+    judged = "ready" if report["terms"] else "not judged, since this form holds nothing out"
+    state = judged if report["ready"] else f"NOT READY to plan with: {report['reason']}"
     return (
         f"{table}\n{metadata['num_measurements']} measurements ({metadata['num_failed']} failed), "
         f"{metadata['trained_on']}; wrote {out}: {state}"

@@ -44,7 +44,7 @@ def check_topology(topology: Topology) -> None:
             )
 
 
-def check_arguments(batch_size: int, together: Sequence[Sequence[str]]) -> None:
+def check_arguments(batch_size: int, together: Sequence[Sequence[str]], pins: Mapping[str, int]) -> None:
     """Refuses what TorchRec would only stumble over while it plans, or read as something else.
 
     Raises:
@@ -54,6 +54,9 @@ def check_arguments(batch_size: int, together: Sequence[Sequence[str]]) -> None:
         raise PlannerInputError(f"batch_size must be at least 1 sample per rank, got {batch_size}")
     if any(isinstance(names, str) for names in together):
         raise PlannerInputError(f"together must hold groups of table names, such as [('a', 'b')], got {together!r}")
+    for name, rank in pins.items():
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise PlannerInputError(f"pins must give each table a rank, an integer, got {rank!r} for table {name}")
 
 
 def check_inputs(

@@ -152,6 +152,8 @@ class PlanFileLoader(PlanLoader):  # type: ignore[misc]
 def _read(path: str | Path) -> dict[str, Any]:
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read as a plan file: {error.strerror or error}") from None
     except ValueError as error:
         raise ValueError(f"{path} is not a plan file: {error}") from None
     if not isinstance(document, dict) or document.get("format") != PLAN_FORMAT:
