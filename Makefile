@@ -50,5 +50,5 @@ test-gpu: $(STAMP)  ## run the tests that need a CUDA device
 	  echo "error: test-gpu needs a CUDA device, and PyTorch finds none" >&2; exit 1; }
 	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
-clean:  ## remove the environment and all caches
+clean:  ## remove the environment, what was built and the tools' caches
 	rm -rf $(VENV) build out .pytest_cache .mypy_cache .ruff_cache *.egg-info
