@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from torchrec.distributed.planner.types import (
     Enumerator,
@@ -37,6 +38,7 @@ class Search:
         partitioner: places proposals.
         perf_model: rates plans.
         deadline: on ``time.monotonic``; the first proposal is placed whatever the time.
+        num_kept: the best so many different plans are kept.
     """
 
     def __init__(
@@ -46,19 +48,21 @@ class Search:
         perf_model: PerfModel,
         *,
         deadline: float,
+        num_kept: int = 1,
     ) -> None:
         self._proposers = proposers
         self._partitioner = partitioner
         self._perf_model = perf_model
         self._deadline = deadline
-        self.best_rating = math.inf
+        self._num_kept = num_kept
         self.num_proposals = 0
         self.num_plans = 0
         self.last_error: PlannerError | None = None
         self.last_proposal: list[ShardingOption] = []
         self.lowest_storage: Storage | None = None
         """Storage of the leanest proposal that could not be placed."""
-        self._best: list[ShardingOption] | None = None
+        self.kept: list[tuple[float, list[ShardingOption]]] = []
+        """Rating and copy of the best different plans, the best first; among equals the one found first."""
 
     def run(
         self, space: list[ShardingOption], enumerator: Enumerator, constraint: Topology
@@ -80,7 +84,7 @@ class Search:
                     partitionable=partitionable, plan=plan, perf_rating=rating, storage_constraint=constraint
                 )
                 reset_shard_rank(proposal)
-        return self._best
+        return self.kept[0][1] if self.kept else None
 
     def _late(self) -> bool:
         return self.num_proposals > 0 and time.monotonic() >= self._deadline
@@ -105,10 +109,24 @@ class Search:
         self.num_plans += 1
         if math.isnan(rating):
             raise PlannerError(f"{type(self._perf_model).__name__} rated a plan NaN; ratings must be numbers")
-        if rating < self.best_rating or self._best is None:
-            self.best_rating, self._best = rating, snapshot(plan)
-            logger.debug("proposal %d: %.4f ms", self.num_proposals, rating)
+        self._keep(rating, plan)
         return True, plan, rating
+
+    def _keep(self, rating: float, plan: Sequence[ShardingOption]) -> None:
+        if len(self.kept) == self._num_kept and rating >= self.kept[-1][0]:
+            return
+        if any(rating == found and _layout(plan) == _layout(other) for found, other in self.kept):
+            return
+        self.kept = sorted([*self.kept, (rating, snapshot(plan))], key=lambda entry: entry[0])[: self._num_kept]
+        logger.debug("proposal %d: %.4f ms", self.num_proposals, rating)
+
+
+def _layout(plan: Sequence[ShardingOption]) -> dict[str, tuple[Any, ...]]:
+    """What makes two plans the same for a job."""
+    return {
+        option.fqn: (option.sharding_type, option.compute_kernel, *((s.rank, *s.size) for s in option.shards))
+        for option in plan
+    }
 
 
 def snapshot(plan: Sequence[ShardingOption]) -> list[ShardingOption]:
