@@ -1,5 +1,6 @@
 import dataclasses
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -169,10 +170,35 @@ def test_tables_are_measured_over_features_and_ranks():
     assert shard.pooling_factor == pytest.approx(2.0)  # 8 lookups of 4 samples
     assert shard.reuse_histogram[1] == 0.5 and shard.reuse_histogram[3] == 0.5  # id 2 twice, id 1 six times
     table.feature_names.append("c")
-    with pytest.raises(ValueError, match="'t' reads the feature 'c'"):
+    with pytest.raises(ValueError, match="table 't', step 0 of the batches: a batch lacks the feature 'c'"):
         measure_tables(batches, [table])
     with pytest.raises(ValueError, match="at least 3"):
         measure_tables(batches, [table], batches_per_step=3)
+    broken = _Jagged([[1]])
+    broken.lengths = lambda: torch.tensor([2, -1, 1])
+    with pytest.raises(ValueError, match="lengths of feature 'a' must be at least 0 and add up to its 1 ids, got 2"):
+        measure_tables([{"a": broken}], [types.SimpleNamespace(**{**vars(table), "feature_names": ["a"]})])
+
+
+def test_features_of_a_table_may_have_batch_sizes_of_their_own():
+    table = types.SimpleNamespace(name="t", num_embeddings=10, embedding_dim=8, feature_names=["a", "b"])
+    (shard,) = measure_tables([{"a": _Jagged([[1], [2], [3]]), "b": _Jagged([[1, 2]])}], [table])
+    assert (shard.batch_size, shard.pooling_factor) == (2, 2.5)  # 4 bags of 2 features, 5 lookups
+
+
+def test_batches_are_read_one_step_at_a_time():
+    table = types.SimpleNamespace(name="t", num_embeddings=10, embedding_dim=8, feature_names=["a"])
+    alive = []
+
+    def stream():
+        for _ in range(6):
+            batch = {"a": _Jagged([[1]])}
+            alive.append(weakref.ref(batch["a"]))
+            yield batch
+            del batch
+            assert sum(reference() is not None for reference in alive) <= 2
+
+    measure_tables(stream(), [table], batches_per_step=2)
 
 
 @pytest.mark.parametrize("batch_size", [1024, 65_536])

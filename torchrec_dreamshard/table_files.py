@@ -32,23 +32,10 @@ def load_tables(path: str | Path) -> list[ShardSpec]:
     Raises:
         ValueError: not such a file, no tables, a name twice, or a bad value; names the file and the table.
     """
-    path = Path(path)
-    if path.suffix.lower() == ".csv":
-        try:
-            with path.open(encoding="utf-8", newline="") as file:
-                entries: Any = list(csv.DictReader(file))
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise ValueError(f"{path} is not CSV: {error}") from None
-    else:
-        entries = _read_json(path)
-        if isinstance(entries, Mapping):
-            entries = entries.get("tables")
-    if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{path} must list tables (CSV with a header, or JSON), got none")
     tables = []
-    for index, entry in enumerate(entries):
+    for index, entry in enumerate(_entries(Path(path))):
         try:
-            tables.append(_table(_from_csv(entry) if path.suffix.lower() == ".csv" else entry, index))
+            tables.append(_table(entry, index))
         except ValueError as error:
             raise ValueError(f"{path}, table {index}: {error}") from None
     names = [table.name for table in tables]
@@ -56,6 +43,46 @@ def load_tables(path: str | Path) -> list[ShardSpec]:
     if twice:
         raise ValueError(f"{path} names tables twice: {', '.join(twice)}")
     return tables
+
+
+def load_features(path: str | Path) -> dict[str, tuple[str, ...]]:
+    """Names of the features that each table of a tables file reads; a table whose file says nothing reads its own name.
+
+    Raises:
+        ValueError: as ``load_tables``, or a table with several features that are only counted.
+    """
+    features = {}
+    for table, entry in zip(load_tables(path), _entries(Path(path)), strict=True):
+        named = entry.get("features", ())
+        if isinstance(named, (list, tuple)) and len(named) == table.num_features:
+            features[table.name] = tuple(str(feature) for feature in named)
+        elif table.num_features == 1:
+            features[table.name] = (table.name,)
+        else:
+            raise ValueError(
+                f"{path}: table {table.name!r} reads {table.num_features} features: give their names as features"
+            )
+    return features
+
+
+def save_tables(
+    path: str | Path, tables: Sequence[ShardSpec], features: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Writes a JSON tables file.
+
+    Args:
+        path: the file, replaced if it exists.
+        tables: what to write.
+        features: names of the features of tables, where they are known.
+    """
+    entries = []
+    for table in tables:
+        entry = table.to_dict()
+        if features and table.name in features:
+            entry.pop("num_features", None)
+            entry["features"] = list(features[table.name])
+        entries.append(entry)
+    Path(path).write_text(json.dumps({"tables": entries}, indent=1) + "\n", encoding="utf-8")
 
 
 def load_tasks(path: str | Path) -> list[PlacementTask]:
@@ -86,6 +113,24 @@ def save_tasks(path: str | Path, tasks: Sequence[PlacementTask]) -> None:
     Path(path).write_text(json.dumps(document), encoding="utf-8")
 
 
+def _entries(path: Path) -> list[Any]:
+    """One entry per table, as JSON would give it."""
+    if path.suffix.lower() == ".csv":
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                rows: list[Any] = list(csv.DictReader(file))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ValueError(f"{path} is not CSV: {error}") from None
+        entries: Any = [_from_csv(row, f"{path}, table {index}") for index, row in enumerate(rows)]
+    else:
+        entries = _read_json(path)
+        if isinstance(entries, Mapping):
+            entries = entries.get("tables")
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"{path} must list tables (CSV with a header, or JSON), got none")
+    return entries
+
+
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -105,15 +150,15 @@ def _table(entry: Any, index: int) -> ShardSpec:
     return ShardSpec.from_dict(values)
 
 
-def _from_csv(row: Mapping[str | None, str]) -> dict[str, Any]:
+def _from_csv(row: Mapping[str | None, str], where: str) -> dict[str, Any]:
     """A CSV row with numbers, truth values and lists in place of text; empty cells are left out."""
     if None in row:
-        raise ValueError(f"more cells than the header has columns: {row[None]}")
+        raise ValueError(f"{where}: more cells than the header has columns: {row[None]}")
     cells = {str(name).strip(): text.strip() for name, text in row.items() if text and text.strip()}
     bins = [cells.pop(name) for name in _BINS if name in cells]
     values: dict[str, Any] = {name: _value(name, text) for name, text in cells.items()}
     if bins:
-        values["reuse_histogram"] = [float(share) for share in bins]
+        values["reuse_histogram"] = [_value("bin", share) for share in bins]
     return values
 
 

@@ -1,4 +1,4 @@
-"""``dreamshard profile``: measure fused kernels on this machine and append them to a store."""
+"""``dreamshard profile``: measure fused kernels on this machine, or the tables of a job from its own batches."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from torchrec_dreamshard.cli import batches
 from torchrec_dreamshard.cli.common import (
     add_common_arguments,
     emit,
@@ -26,15 +27,34 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Measures combinations of tables as fused kernels on this machine, forward and backward apart, and appends each to a
 store. A run that was interrupted goes on where it stopped when it is started again with the same arguments. Under
-"torchrun --nproc_per_node N -m torchrec_dreamshard profile ..." the ranks share the samples; on several hosts each
-host writes the store of its own file system.
+"torchrun --nproc_per_node N -m torchrec_dreamshard profile ..." the ranks share the samples.
+
+With --from-batches it measures tables instead: how often a job's own batches look each of them up, and how often a
+batch uses the same rows again. The tables file that it writes is what --tables of this and the other commands take.
+"""
+
+_SEVERAL_HOSTS = """\
+several hosts, the same command on each:
+  torchrun --nnodes 2 --nproc_per_node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 \\
+    -m torchrec_dreamshard profile --out mine.jsonl
+Every rank appends its own samples: to one file where the hosts share it, else to the --out of its host, and
+"train --measurements" takes several stores. With --comms rank 0 alone writes, and every measurement says which
+devices share a host. All ranks must have the same device: different hardware needs runs and stores of its own.
 """
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds the command to the root parser."""
-    parser = subparsers.add_parser("profile", help="measure on this hardware", description=_DESCRIPTION)
-    parser.add_argument("--out", required=True, metavar="STORE", help="store to append to (.jsonl)")
+    parser = subparsers.add_parser(
+        "profile",
+        help="measure on this hardware",
+        description=_DESCRIPTION,
+        epilog=_SEVERAL_HOSTS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="STORE", help="store to append to (.jsonl); of --from-batches see there"
+    )
     parser.add_argument("--num-samples", type=positive_int, default=1000, help="samples wanted (default: 1000)")
     parser.add_argument("--budget-minutes", type=positive_float, help="stop after this time (default: no limit)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to measure (default: cpu)")
@@ -61,16 +81,19 @@ def add_parser(subparsers: Any) -> None:
     )
     what.add_argument("--max-lookups", type=positive_int, help="lookups of a sample (default: 6e5, on cuda 6e7)")
     what.add_argument("--max-gib", type=positive_float, help="weights of a sample in GiB (default: 0.5, on cuda 8)")
+    batches.add_arguments(parser)
     how = parser.add_argument_group("how to measure")
     how.add_argument("--repeats", type=positive_int, default=7, help="timed runs of a sample (default: 7)")
     how.add_argument("--warmup", type=non_negative_int, default=3, help="untimed runs before them (default: 3)")
     how.add_argument("--max-disturbed", type=non_negative_int, default=7, help="disturbed runs to redo (default: 7)")
     how.add_argument("--threads", type=positive_int, default=1, help="threads of a CPU kernel (default: 1)")
-    add_common_arguments(parser, kept="the samples before it are in {out}; run the same command again to go on")
+    add_common_arguments(parser, kept="what was finished is in {out}; run the same command again to go on")
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command."""
+    if args.from_batches:
+        return batches.run(args)
     from torchrec_dreamshard.profiling.collect import CollectConfig, collect, share_size, wait_for_ranks
     from torchrec_dreamshard.profiling.fbgemm_profiler import FBGEMMProfiler
     from torchrec_dreamshard.profiling.timing import TimingConfig

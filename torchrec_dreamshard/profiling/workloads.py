@@ -91,38 +91,24 @@ def measure_shard(batches: Iterable[tuple[Tensor, Tensor]], *, rows: int, dim: i
 
     Args:
         batches: per batch the table's ids and offsets (the bags' starts and the number of ids, ``bags + 1``
-            entries); with several features per table the features' bags one after the other.
+            entries); with several features per table the features' bags one after the other. Read once.
         rows: rows of the table.
         dim: columns of the table.
         **fields: further fields of ``ShardSpec``, for example ``name`` or ``num_features``.
 
     Returns:
-        The shard, with the mean batch size of the batches. Ids of all batches weigh the same in its histogram.
+        The shard, with the mean batch size of the batches (where features have batch sizes of their own: the mean
+        over them). Ids of all batches weigh the same in its histogram.
 
     Raises:
         ValueError: no batch, offsets that do not fit the ids, or ids outside the table.
     """
-    num_features = int(fields.get("num_features", 1))
-    num_batches = num_bags = num_lookups = 0
-    reuse = np.zeros(NUM_REUSE_BINS)
+    counter = _LookupCounter(rows, int(fields.get("num_features", 1)))
     for indices, offsets in batches:
-        _check_batch(indices, offsets, rows, num_features)
-        num_batches += 1
-        num_bags += offsets.numel() - 1
-        num_lookups += indices.numel()
-        if indices.numel():
-            reuse += _count_reuse(indices)
-    if num_bags == 0:
-        raise ValueError("batches must hold at least one sample, got none")
-    num_samples = num_bags // num_features
-    return ShardSpec(
-        rows=rows,
-        dim=dim,
-        pooling_factor=num_lookups / num_samples,
-        batch_size=max(1, round(num_samples / num_batches)),
-        reuse_histogram=_shares(reuse) if num_lookups else None,
-        **fields,
-    )
+        if offsets.numel() < 1 or int(offsets[0]) != 0 or int(offsets[-1]) != indices.numel():
+            raise ValueError(f"offsets must start with 0 and end with the number of ids, {indices.numel()}")
+        counter.add(indices, offsets.numel() - 1)
+    return counter.shard(rows=rows, dim=dim, **fields)
 
 
 def measure_tables(
@@ -132,7 +118,7 @@ def measure_tables(
 
     Args:
         batches: ``KeyedJaggedTensor`` batches (anything that gives ``batch[feature].values()`` and
-            ``.lengths()``). Read once and kept until the end.
+            ``.lengths()``). Read once; one step of them is in memory at a time.
         tables: TorchRec table configs (``name``, ``num_embeddings``, ``embedding_dim``, ``feature_names``).
         batches_per_step: how many of these batches make one step of the job. A whole table sees the lookups of
             every rank: with one rank's batches at hand, give the number of ranks.
@@ -142,24 +128,70 @@ def measure_tables(
         One shard per table, in their order. Batches left over after the last whole step are not used.
 
     Raises:
-        ValueError: fewer batches than one step needs, a feature that no batch has, or ids outside a table.
+        ValueError: fewer batches than one step needs, a feature that a batch lacks, lengths that do not fit its
+            ids, or ids outside a table.
     """
-    kept = list(batches)
-    steps = [kept[start : start + batches_per_step] for start in range(0, len(kept), batches_per_step)]
-    steps = [step for step in steps if len(step) == batches_per_step]
-    if not steps:
-        raise ValueError(f"batches must hold at least {batches_per_step}, one step, got {len(kept)}")
+    tables = list(tables)
+    counters = [_LookupCounter(table.num_embeddings, len(table.feature_names)) for table in tables]
+    step: list[Any] = []
+    num_batches = num_steps = 0
+    for batch in batches:
+        step.append(batch)
+        num_batches += 1
+        if len(step) < batches_per_step:
+            continue
+        for table, counter in zip(tables, counters, strict=True):
+            try:
+                counter.add(*_step_lookups(step, table.feature_names))
+            except ValueError as error:
+                raise ValueError(f"table {table.name!r}, step {num_steps} of the batches: {error}") from None
+        num_steps += 1
+        step.clear()
+    if num_steps == 0:
+        raise ValueError(f"batches must hold at least {batches_per_step}, one step, got {num_batches}")
     return [
-        measure_shard(
-            (_step_bags(step, table) for step in steps),
+        counter.shard(
             rows=table.num_embeddings,
             dim=table.embedding_dim,
             name=table.name,
             num_features=len(table.feature_names),
             **fields,
         )
-        for table in tables
+        for table, counter in zip(tables, counters, strict=True)
     ]
+
+
+class _LookupCounter:
+    """What a table's lookups add up to, step by step."""
+
+    def __init__(self, rows: int, num_features: int) -> None:
+        self._rows, self._num_features = rows, num_features
+        self._num_steps = self._num_bags = self._num_lookups = 0
+        self._reuse = np.zeros(NUM_REUSE_BINS)
+
+    def add(self, indices: Tensor, num_bags: int) -> None:
+        """Counts one step: the ids of all bags of all features."""
+        if indices.numel():
+            if int(indices.min()) < 0 or int(indices.max()) >= self._rows:
+                raise ValueError(
+                    f"ids must lie in 0 to {self._rows - 1}, got {int(indices.min())} to {int(indices.max())}"
+                )
+            self._reuse += _count_reuse(indices)
+        self._num_steps += 1
+        self._num_bags += num_bags
+        self._num_lookups += indices.numel()
+
+    def shard(self, **fields: Any) -> ShardSpec:
+        """The shard that behaves like what was counted."""
+        if self._num_bags == 0:
+            raise ValueError("batches must hold at least one sample, got none")
+        num_samples = self._num_bags / self._num_features
+        return ShardSpec(
+            pooling_factor=self._num_lookups / num_samples,
+            batch_size=max(1, round(num_samples / self._num_steps)),
+            reuse_histogram=_shares(self._reuse) if self._num_lookups else None,
+            **fields,
+        )
 
 
 def _draw_ids(shard: ShardSpec, num_lookups: int, rng: np.random.Generator) -> IntArray:
@@ -222,24 +254,21 @@ def _shares(reuse: npt.NDArray[Any]) -> tuple[float, ...]:
     return tuple((reuse / reuse.sum()).tolist())
 
 
-def _check_batch(indices: Tensor, offsets: Tensor, rows: int, num_features: int) -> None:
-    if offsets.numel() < 1 or int(offsets[0]) != 0 or int(offsets[-1]) != indices.numel():
-        raise ValueError(f"offsets must start with 0 and end with the number of ids, {indices.numel()}")
-    if (offsets.numel() - 1) % num_features:
-        raise ValueError(f"{offsets.numel() - 1} bags do not divide among {num_features} features")
-    if indices.numel() and (int(indices.min()) < 0 or int(indices.max()) >= rows):
-        raise ValueError(f"ids must lie in 0 to {rows - 1}, got {int(indices.min())} to {int(indices.max())}")
-
-
-def _step_bags(step: Sequence[Mapping[str, Any]], table: Any) -> tuple[Tensor, Tensor]:
-    """A table's ids and offsets in one step, feature-major."""
-    parts = []
-    for feature in table.feature_names:
+def _step_lookups(step: Sequence[Mapping[str, Any]], features: Sequence[str]) -> tuple[Tensor, int]:
+    """The ids of a table's features in one step, and the number of their bags."""
+    ids, num_bags = [], 0
+    for feature in features:
         for batch in step:
             try:
-                parts.append(batch[feature])
+                jagged = batch[feature]
             except (KeyError, ValueError):
-                raise ValueError(f"table {table.name!r} reads the feature {feature!r}, which a batch lacks") from None
-    lengths = torch.cat([part.lengths() for part in parts]).to(torch.int64)
-    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    return torch.cat([part.values() for part in parts]), offsets
+                raise ValueError(f"a batch lacks the feature {feature!r}") from None
+            values, lengths = jagged.values(), jagged.lengths()
+            if int(lengths.sum()) != values.numel() or bool((lengths < 0).any()):
+                raise ValueError(
+                    f"the lengths of feature {feature!r} must be at least 0 and add up to its {values.numel()} ids, "
+                    f"got {int(lengths.sum())}"
+                )
+            ids.append(values)
+            num_bags += lengths.numel()
+    return torch.cat(ids), num_bags
