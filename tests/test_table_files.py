@@ -3,7 +3,10 @@ import json
 import pytest
 
 from torchrec_dreamshard import DeviceSpec, PlacementTask, ShardSpec
-from torchrec_dreamshard.table_files import load_tables, load_tasks, save_tasks
+from torchrec_dreamshard.planner.models import read_tables
+from torchrec_dreamshard.pool import rebatch
+from torchrec_dreamshard.reuse import power_law_histogram
+from torchrec_dreamshard.table_files import load_features, load_tables, load_tasks, save_tables, save_tasks
 
 
 def write(tmp_path, name, content):
@@ -88,3 +91,27 @@ def test_tasks_survive_their_file(tmp_path):
 def test_bad_tasks_files(tmp_path, content, message):
     with pytest.raises(ValueError, match=message):
         load_tasks(write(tmp_path, "tasks.json", content))
+
+
+def test_a_model_of_tables_gives_their_reuse_at_the_jobs_batch(tmp_path):
+    table = ShardSpec(
+        name="t", rows=10_000, dim=8, pooling_factor=2, reuse_histogram=power_law_histogram(10_000, 131_072, 1.0)
+    )
+    save_tables(tmp_path / "t.json", [table])
+    model = read_tables(tmp_path / "t.json")
+    assert model.reuse_histograms(65_536) == {"t": table.reuse_histogram}
+    assert model.reuse_histograms(1024) == {"t": rebatch(table, 1024).reuse_histogram}
+
+
+def test_saved_tables_come_back_with_the_names_of_their_features(tmp_path):
+    tables = [
+        ShardSpec(name=name, rows=9, dim=4, pooling_factor=1.5, num_features=n) for name, n in (("a", 1), ("b", 2))
+    ]
+    path = tmp_path / "t.json"
+    save_tables(path, tables, {"b": ("x", "y")})
+    assert load_tables(path) == tables
+    assert load_features(path) == {"a": ("a",), "b": ("x", "y")}
+    save_tables(path, tables)
+    assert load_tables(path) == tables
+    with pytest.raises(ValueError, match="'b' reads 2 features: give their names"):
+        load_features(path)

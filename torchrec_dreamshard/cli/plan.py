@@ -135,15 +135,19 @@ def make_planner(args: argparse.Namespace, model: nn.Module) -> DreamShardPlanne
         "intra_host_bw": None if args.intra_host_gb_s is None else args.intra_host_gb_s * BYTES_PER_MS,
         "inter_host_bw": None if args.inter_host_gb_s is None else args.inter_host_gb_s * BYTES_PER_MS,
     }
+    topology = models.make_topology(args.topology, flags)
+    reuse = getattr(model, "reuse_histograms", None)
+    if isinstance(model, models.TableModel):
+        reuse = model.reuse_histograms(args.batch_size * topology.world_size)
     return DreamShardPlanner(
-        models.make_topology(args.topology, flags),
+        topology,
         batch_size=args.batch_size,
         constraints=getattr(model, "constraints", None),
         stats=[],
         agent=args.agent,
         time_budget_s=args.time_budget,
         seed=args.seed,
-        reuse_histograms=getattr(model, "reuse_histograms", None),
+        reuse_histograms=reuse,
         pins=dict(_pin(text) for text in args.pin),
         together=args.together,
         previous=args.previous,

@@ -18,6 +18,7 @@ from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from torchrec_dreamshard.pool import rebatch
 from torchrec_dreamshard.table_files import load_tables
 from torchrec_dreamshard.types import ShardSpec
 
@@ -38,7 +39,6 @@ class TableModel(nn.Module):
 
     Attributes:
         constraints: pooling factors and kernels of the tables.
-        reuse_histograms: where the file gives them.
         sharders: with the file's optimizer.
     """
 
@@ -74,12 +74,17 @@ class TableModel(nn.Module):
                 )
             self.add_module(kind, collection)
         self.constraints = {table.name: _constraint(table) for table in tables}
-        self.reuse_histograms = {table.name: table.reuse_histogram for table in tables if table.reuse_histogram}
+        self._tables = tuple(tables)
         fused = {"optimizer": _OPTIMIZERS[optimizers[0]]}
         self.sharders: list[ModuleSharder[nn.Module]] = [
             EmbeddingBagCollectionSharder(fused_params=dict(fused)),
             EmbeddingCollectionSharder(fused_params=dict(fused)),
         ]
+
+    def reuse_histograms(self, batch_size: int) -> dict[str, tuple[float, ...]]:
+        """Where the file gives them, the tables' reuse histograms at a job's global batch (``pool.rebatch``)."""
+        rebatched = (rebatch(table, batch_size) for table in self._tables)
+        return {table.name: table.reuse_histogram for table in rebatched if table.reuse_histogram}
 
 
 def read_tables(path: str | Path) -> TableModel:
