@@ -53,15 +53,16 @@ _CACHED_KERNELS = frozenset({"key_value", "ssd_virtual_table", "dram_virtual_tab
 def table_configs(module: nn.Module) -> dict[str, Any]:
     """Configs of a collection's tables by name; empty where the module has none (a bare ``nn.EmbeddingBag``).
 
-    Wrappers (feature processors, managed collisions) are looked through.
+    Wrappers (feature processors, managed collisions, towers) are looked through.
     """
     for method in ("embedding_bag_configs", "embedding_configs"):
         if callable(getattr(module, method, None)):
             return {config.name: config for config in getattr(module, method)()}
-    for inner in ("_embedding_bag_collection", "_embedding_module"):
+    for inner in ("_embedding_bag_collection", "_embedding_module", "embedding"):
         if isinstance(getattr(module, inner, None), nn.Module):
             return table_configs(getattr(module, inner))
-    return {}
+    towers = getattr(module, "towers", None)
+    return {name: config for tower in towers or () for name, config in table_configs(tower).items()}
 
 
 def shardable_modules(

@@ -32,7 +32,7 @@ def group_options(
 
     Args:
         search_space: options of all tables in any order.
-        whole_only: names of tables whose shards must sit together, so that uniform options are out.
+        whole_only: names of tables whose shards must sit together, so that uniform options and splits are out.
     """
     bound = set(whole_only)
     widest: dict[str, int] = {}
@@ -50,7 +50,8 @@ def group_options(
     for key, variants in tables.items():
         whole = [option for option in variants if lives_whole(option)]
         if key[1] in bound and whole:
-            variants[:] = whole
+            fewest = min(option.num_shards for option in whole)
+            variants[:] = [option for option in whole if option.num_shards == fewest]
         variants.sort(key=variant_order)
     return tables
 

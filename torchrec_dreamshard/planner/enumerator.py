@@ -10,6 +10,7 @@ options is the same in every process.
 from __future__ import annotations
 
 import copy
+import heapq
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +31,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_dreamshard.planner.adapter import shardable_modules
 from torchrec_dreamshard.planner.optimizers import state_bytes
-from torchrec_dreamshard.planner.tables import TableFacts, describe_tables
+from torchrec_dreamshard.planner.tables import TableFacts, describe_tables, largest_tables
 
 TYPE_ORDER: tuple[str, ...] = (
     ShardingType.TABLE_WISE.value,
@@ -49,8 +50,12 @@ KERNEL_ORDER: tuple[str, ...] = ("fused", "dense", "quant", "fused_uvm_caching",
 MIN_COLUMNS = 16
 """Columns below which an unconstrained table is not split: narrower rows waste the memory's lines."""
 
+PACKED_SHARE = 0.75
+"""Share of host memory that tables are sure to find after reservations and with gaps between them."""
+
 _SEQUENCE_SUFFIX = "EmbeddingCollection"
 _BAG_COLLECTION = "torchrec.modules.embedding_modules.EmbeddingBagCollection"
+_TOWERS = ("EmbeddingTower", "EmbeddingTowerCollection")  # few types are left to them: all are offered
 _COLUMN_TYPES = frozenset({ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value})
 
 
@@ -105,6 +110,7 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         super().__init__(topology, batch_size, constraints, estimator, use_exact_enumerate_order=True)
         self._topology = topology
         self._facts: dict[str, TableFacts] = {}
+        self._row_wise_bags: frozenset[str] = frozenset()
         self._corrects_storage = estimator is None
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
@@ -115,13 +121,35 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         """
         self._check_sharders(module, sharders)
         self._facts = describe_tables(module, sharders, self._constraints, self._topology, self._batch_size)
+        self._row_wise_bags = frozenset()
+        options = self._enumerate(module, sharders)
+        if self._compute_device == "cpu" and self._is_short(options):
+            self._row_wise_bags = largest_tables(self._facts, self._world_size)
+            self._last_stored_module = None  # TorchRec's cache of the last search space
+            options = self._enumerate(module, sharders)
+        return sorted(options, key=option_order)
+
+    def _enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
         try:
             options = super().enumerate(module, sharders)
         except (RuntimeError, ValueError) as error:
             raise PlannerError(self._explain(error), PlannerErrorType.STRICT_CONSTRAINTS) from error
-        options = self._couple_sequence_widths(options)
-        options.extend(self._column_variants(options))
-        return sorted(options, key=option_order)
+        return self._vary_columns(self._couple_sequence_widths(options))
+
+    def _is_short(self, options: Sequence[ShardingOption]) -> bool:
+        """Whether host memory may be too small for these options: the finest of each table do not pack easily."""
+        finest: dict[tuple[str, str], list[int]] = {}
+        for option in options:
+            sizes = [shard.storage.ddr if shard.storage is not None else 0 for shard in option.shards]
+            key = (option.path, option.name)
+            finest[key] = min(finest.get(key, sizes), sizes, key=max)
+        rooms = [-PACKED_SHARE * device.storage.ddr for device in self._topology.devices]
+        heapq.heapify(rooms)
+        for size in sorted((size for sizes in finest.values() for size in sizes), reverse=True):
+            if -rooms[0] < size:
+                return True
+            heapq.heapreplace(rooms, rooms[0] + size)
+        return False
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """TorchRec's estimates, with the optimizer's state as FBGEMM keeps it."""
@@ -191,18 +219,23 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         constrained = bool(constraint and constraint.sharding_types)
         allowed = list(allowed_sharding_types)
         row_wise = ShardingType.ROW_WISE.value
-        if constrained and row_wise not in allowed and self._compute_device == "cpu" and sharder_key == _BAG_COLLECTION:
-            allowed.append(row_wise)  # runs on Gloo since TorchRec 1.7, but is not offered; taken if asked for
+        on_request = constrained or name in self._row_wise_bags
+        if on_request and row_wise not in allowed and self._compute_device == "cpu" and sharder_key == _BAG_COLLECTION:
+            # runs on Gloo since TorchRec 1.7, but is not offered: taken if asked for, or if memory is short
+            allowed.append(row_wise)
         if self._compute_device == "cpu" and self._is_sequence(sharder_key):
             # crashes in the first forward pass of a cpu EmbeddingCollection
             allowed = [kind for kind in allowed if kind != ShardingType.DATA_PARALLEL.value]
         types = sorted(super()._filter_sharding_types(name, allowed, sharder_key), key=_rank_in(TYPE_ORDER))
         facts = self._facts.get(name)
-        if constrained or facts is None:
+        if constrained or facts is None or sharder_key.rsplit(".", 1)[-1] in _TOWERS:
             return types
         if facts.dim % 4:  # not even data-parallel, which runs without the fused optimizer: the user decides
             types = [kind for kind in types if kind != ShardingType.DATA_PARALLEL.value]
-        return [kind for kind in types if self._pays(kind, facts)] or types
+        return [kind for kind in types if self._pays(kind, facts) or self._is_last_resort(name, kind)] or types
+
+    def _is_last_resort(self, name: str, kind: str) -> bool:
+        return kind == ShardingType.ROW_WISE.value and name in self._row_wise_bags
 
     @staticmethod
     def _is_sequence(sharder_key: str) -> bool:
@@ -251,30 +284,46 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         widths: dict[str, int] = {}
         for option in options:
             if not option.is_pooled and option.sharding_type in _COLUMN_TYPES:
-                widths[option.path] = max(widths.get(option.path, 0), int(option.shards[0].size[1]))
+                widths[option.path] = max(widths.get(option.path, 0), self._least_width(option))
         for index, option in enumerate(options):
             width = widths.get(option.path)
             if width and option.sharding_type in _COLUMN_TYPES and int(option.shards[0].size[1]) != width:
                 options[index] = self._with_width(option, width)
         return options
 
-    def _column_variants(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """Halvings of the columns beyond TorchRec's one width per table."""
-        variants = []
+    def _least_width(self, option: ShardingOption) -> int:
+        """Width of the option's column shards, or the next that gives no more shards than devices may hold them."""
+        width, dim = int(option.shards[0].size[1]), int(option.tensor.shape[1])
+        return next((w for w in _widths(dim, width) if dim // w <= self._most_columns(option)), width)
+
+    def _most_columns(self, option: ShardingOption) -> int:
+        """Devices that the column shards of one table may go to."""
+        bound = option.sharding_type == ShardingType.TABLE_COLUMN_WISE.value
+        return int(self._local_world_size if bound else self._world_size)
+
+    def _vary_columns(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """Column splits into any number of equal parts up to the devices, beyond TorchRec's one width per table.
+
+        TorchRec's own width goes where it gives more shards than devices: two shards of a table on one device read
+        its ids twice for nothing.
+        """
+        out: list[ShardingOption] = []
+        variants: list[ShardingOption] = []
         for option in options:
             facts = self._facts.get(option.name)
             if option.sharding_type not in _COLUMN_TYPES or not option.is_pooled or facts is None:
+                out.append(option)
                 continue
-            width, dim = int(option.shards[0].size[1]), facts.dim
-            floor = facts.min_partition or MIN_COLUMNS
-            for parts in (2**power for power in range(1, 11)):
-                narrow = dim // parts
-                if dim % parts or narrow < floor or narrow % 4 or parts > max(self._world_size, 2):
-                    break
-                if narrow != width:
-                    variants.append(self._with_width(option, narrow, populate=False))
+            width, most = int(option.shards[0].size[1]), self._most_columns(option)
+            floor = facts.min_partition or min(MIN_COLUMNS, width)
+            others = [w for w in _widths(facts.dim, floor) if w not in (width, facts.dim) and facts.dim // w <= most]
+            variants.extend(self._with_width(option, other, populate=False) for other in others)
+            if option.num_shards <= most:
+                out.append(option)
+            elif not others:
+                variants.append(self._with_width(option, self._least_width(option), populate=False))
         self.populate_estimates(variants)
-        return variants
+        return out + variants
 
     def _with_width(self, option: ShardingOption, width: int, *, populate: bool = True) -> ShardingOption:
         rows, columns = (int(size) for size in option.tensor.shape)
@@ -283,6 +332,11 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         if populate:
             self.populate_estimates([variant])
         return variant
+
+
+def _widths(dim: int, floor: int) -> list[int]:
+    """Widths of at least ``floor`` that divide ``dim`` and that fused kernels take, the narrowest first."""
+    return [width for width in range(max(4, floor), dim + 1) if dim % width == 0 and (width % 4 == 0 or width == dim)]
 
 
 def _rank_in(order: Sequence[str]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -34,6 +35,21 @@ class Ledger:
         self.free = self.capacity.copy()
         self.load_ms = np.zeros(len(self.free))
 
+    @property
+    def room(self) -> list[tuple[int, int]]:
+        """HBM and host bytes left on each device."""
+        return [(int(hbm), int(ddr)) for hbm, ddr, _ in self.free]
+
+    def copy(self) -> Ledger:
+        """What is left now, apart from this ledger."""
+        twin = copy.copy(self)
+        twin.free, twin.load_ms = self.free.copy(), self.load_ms.copy()
+        return twin
+
+    def restore(self, earlier: Ledger) -> None:
+        """Takes back what was put since ``earlier`` was copied."""
+        self.free, self.load_ms = earlier.free.copy(), earlier.load_ms.copy()
+
     def fits(self, shard: Shard, rank: int) -> bool:
         """Whether a shard fits on a device."""
         return bool(np.all(need_of(shard) <= self.free[rank]))
@@ -53,15 +69,20 @@ class Ledger:
 
     def no_room(self, option: ShardingOption, shard: Shard, ranks: Iterable[int]) -> PlannerError:
         """The error for a shard that fits on none of ``ranks``."""
-        ranks = list(ranks)
-        need, free = need_of(shard), self.free[ranks]
-        lacking = np.maximum(need - free, 0)
-        best = int(lacking.sum(axis=1).argmin())
-        memory = int(lacking[best].argmax())
-        where = f"rank {ranks[best]}" if len(ranks) == 1 else f"any of {len(ranks)} ranks"
+        ranks, need = list(ranks), need_of(shard)
+        rank, memory, there, missing = self.shortage(need, ranks)
+        where = f"rank {rank}" if len(ranks) == 1 else f"any of {len(ranks)} ranks"
         return PlannerError(
             f"table {option.fqn.lstrip('.')} ({option.sharding_type}, {option.compute_kernel}) does not fit "
             f"on {where}: a shard of it needs {int(need[memory]):,} bytes of {MEMORIES[memory]}, "
-            f"{int(max(free[best, memory], 0)):,} are left; {int(lacking[best, memory]):,} bytes are missing",
+            f"{there:,} are left; {missing:,} bytes are missing",
             PlannerErrorType.PARTITION,
         )
+
+    def shortage(self, need: FloatArray, ranks: Sequence[int]) -> tuple[int, int, int, int]:
+        """Where a need comes closest to fitting: the rank, the memory that lacks most, bytes left and missing."""
+        free = self.free[list(ranks)]
+        lacking = np.maximum(need - free, 0)
+        best = int(lacking.sum(axis=1).argmin())
+        memory = int(lacking[best].argmax())
+        return ranks[best], memory, int(max(free[best, memory], 0)), int(lacking[best, memory])

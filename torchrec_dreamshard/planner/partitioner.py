@@ -1,7 +1,7 @@
 """Where each shard goes: the policy and its search inside TorchRec's ``Partitioner``.
 
-What the policy cannot choose is laid out first: uniform options, pinned tables, tables kept together, and options
-bound to the devices of one host. All of it is background load and used memory for the rest, which the agent places.
+What the policy cannot choose is laid out first: uniform options, what must share a host or a rank, and shards on
+SSDs, which the policy does not know. All of it is background load and used memory for the rest, which the agent places.
 """
 
 # TorchRec compares annotated signatures, so annotations here are evaluated and spelt as TorchRec spells them.
@@ -22,17 +22,19 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_dreamshard.errors import InfeasiblePlacementError
-from torchrec_dreamshard.packing import memory_of
+from torchrec_dreamshard.measurement import FloatArray
+from torchrec_dreamshard.packing import place_greedily
 from torchrec_dreamshard.planner.costs import CostSource, PlanCosts, lives_whole
 from torchrec_dreamshard.planner.enumerator import option_order
-from torchrec_dreamshard.planner.hosts import host_ranks, is_host_bound, place_on_hosts, shard_ms
+from torchrec_dreamshard.planner.groups import Cluster, clusters_of, units_of
+from torchrec_dreamshard.planner.hosts import host_ranks, place_units, shard_ms
 from torchrec_dreamshard.planner.ledger import Ledger, need_of
-from torchrec_dreamshard.types import PlacementTask
+from torchrec_dreamshard.planner.spread import spread_columns
+from torchrec_dreamshard.types import ShardSpec
 
 if TYPE_CHECKING:
     from torchrec_dreamshard.agent import Agent
 
-_MAX_SPREAD_TRIALS = 32
 _MAX_REFINED = 24  # proposals of one plan; TorchRec's proposers make hundreds, of which the first are the likeliest
 
 
@@ -68,7 +70,7 @@ class DreamShardPartitioner(Partitioner):  # type: ignore[misc]
         self._pins = dict(pins or {})
         self._constraint: Topology | None = None
         self._num_proposals = 0
-        self._groups = {name: index for index, names in enumerate(together) for name in names}
+        self._together = [tuple(names) for names in together]
 
     def partition(
         self,
@@ -91,114 +93,127 @@ class DreamShardPartitioner(Partitioner):  # type: ignore[misc]
         ledger = Ledger(storage_constraint)
         options = sorted(proposal, key=option_order)
         uniform = [o for o in options if o.partition_by == PartitionByType.UNIFORM.value]
-        for option in uniform:
-            if option.num_shards != len(ledger.free):
-                raise PlannerError(
-                    f"table {option.fqn.lstrip('.')} is {option.sharding_type} in {option.num_shards} shards, but the "
-                    f"topology has {len(ledger.free)} ranks; one shard per rank is needed",
-                    PlannerErrorType.PARTITION,
-                )
-            ledger.put(option, range(option.num_shards), [0.0] * option.num_shards)
-        apart = list(uniform)
-        ledger.load_ms += costs.background_ms(uniform) if uniform else 0.0
-        bound = self._place_groups(options, costs, ledger)
-        taken = {id(o) for o in (*uniform, *bound)}
+        _place_uniform(uniform, costs, ledger)
         hosts = host_ranks(storage_constraint)
-        for option in _largest_first([o for o in options if id(o) not in taken and is_host_bound(o, hosts)], costs):
-            place_on_hosts(option, costs, ledger, hosts)
-            taken.add(id(option))
-            if not lives_whole(option):
-                apart.append(option)
-        self._place_free([o for o in options if id(o) not in taken], costs, ledger)
+        clusters = clusters_of(options, self._pins, self._together, len(ledger.free))
+        units = units_of(options, clusters, hosts)
+        done = {id(option) for unit in units for option in unit.options}
+        clusters = [cluster for cluster in clusters if id(cluster.options[0]) not in done]
+        for cluster in clusters:
+            if cluster.rank is not None:
+                _put_cluster(cluster, cluster.rank, costs, ledger)
+        place_units(units, costs, ledger, hosts)
+        done |= {id(option) for option in (*uniform, *(o for c in clusters for o in c.options))}
+        free = [option for option in options if id(option) not in done]
+        on_ssd = [option for option in free if any(need_of(shard)[2] for shard in option.shards)]
+        for option in sorted(on_ssd, key=lambda o: (-sum(shard_ms(o, costs)), option_order(o))):
+            _put_on_roomy_ranks(option, costs, ledger)
+            done.add(id(option))
+        movable = [cluster for cluster in clusters if cluster.rank is None]
+        waiting = {id(option) for cluster in movable for option in cluster.options}
+        ledger.load_ms = _load_ms([o for o in options if id(o) in done and id(o) not in waiting], costs)
+        self._place_free([o for o in free if id(o) not in done], movable, costs, ledger)
         return proposal
 
-    def _place_groups(self, options: list[ShardingOption], costs: PlanCosts, ledger: Ledger) -> list[ShardingOption]:
-        """Places pinned tables and those that stay together; returns them."""
-        groups: dict[str, list[ShardingOption]] = {}
-        for option in options:
-            if option.name in self._groups:
-                groups.setdefault(f"group {self._groups[option.name]}", []).append(option)
-            elif option.name in self._pins:
-                groups.setdefault(f"table {option.name}", []).append(option)
-        # pinned groups first: the others have a choice
-        ordered = sorted(groups.values(), key=lambda group: not any(o.name in self._pins for o in group))
-        for group in ordered:
-            self._place_group(group, costs, ledger)
-        return [option for group in ordered for option in group]
-
-    def _place_group(self, group: list[ShardingOption], costs: PlanCosts, ledger: Ledger) -> None:
-        for option in group:
-            if not lives_whole(option):
-                raise PlannerError(
-                    f"table {option.fqn.lstrip('.')} is pinned or kept together with others, which a "
-                    f"{option.sharding_type} table cannot be: allow table_wise for it or drop the pin",
-                    PlannerErrorType.STRICT_CONSTRAINTS,
-                )
-        pinned = sorted({self._pins[o.name] for o in group if o.name in self._pins})
-        if len(pinned) > 1 or any(not 0 <= rank < len(ledger.free) for rank in pinned):
-            raise PlannerError(
-                f"tables {sorted(o.name for o in group)} are pinned to ranks {pinned}: expected one rank from 0 to "
-                f"{len(ledger.free) - 1}",
-                PlannerErrorType.STRICT_CONSTRAINTS,
-            )
-        need = sum((need_of(shard) for o in group for shard in o.shards), np.zeros(3))
-        allowed = pinned or list(range(len(ledger.free)))
-        fitting = [rank for rank in allowed if np.all(need <= ledger.free[rank])]
-        # where nothing fits, putting them one by one names the first that does not
-        rank = min(fitting or allowed[:1], key=lambda r: (ledger.load_ms[r], r))
-        for option in group:
-            ledger.put(option, [rank] * option.num_shards, shard_ms(option, costs))
-
-    def _place_free(self, options: list[ShardingOption], costs: PlanCosts, ledger: Ledger) -> None:
+    def _place_free(
+        self, options: list[ShardingOption], clusters: Sequence[Cluster], costs: PlanCosts, ledger: Ledger
+    ) -> None:
         specs = [spec for option in options for spec in costs.adapter.shard_specs(option, costs.world_size)]
+        fallback: Sequence[int] = ()
+        if clusters:
+            fallback = _place_clusters(clusters, specs, costs, ledger)
         if not specs:
             return
-        task = costs.task(specs, ledger.load_ms, [(int(hbm), int(ddr)) for hbm, ddr, _ in ledger.free])
+        task = costs.task(specs, ledger.load_ms, ledger.room)
         try:
             refine = self._refine and self._num_proposals <= _MAX_REFINED
             placement = costs.agent.place(task, refine=refine, time_budget_s=self.time_budget_s, seed=self._seed)
         except InfeasiblePlacementError as error:
-            raise PlannerError(f"no placement fits: {error}", PlannerErrorType.PARTITION) from error
-        ranks = _spread_columns(options, costs, task, task.check_placement(placement))
+            if not clusters:
+                raise PlannerError(f"no placement fits: {error}", PlannerErrorType.PARTITION) from error
+            placement = tuple(fallback)
+        ranks = spread_columns(options, costs, task, task.check_placement(placement))
         remaining = iter(ranks)
         for option in options:
             ledger.put(option, [next(remaining) for _ in option.shards], [0.0] * option.num_shards)
 
 
-def _spread_columns(
-    options: Sequence[ShardingOption], costs: PlanCosts, task: PlacementTask, placement: Sequence[int]
+def _place_uniform(uniform: Sequence[ShardingOption], costs: PlanCosts, ledger: Ledger) -> None:
+    for option in uniform:
+        if option.num_shards != len(ledger.free):
+            raise PlannerError(
+                f"table {option.fqn.lstrip('.')} is {option.sharding_type} in {option.num_shards} shards, but the "
+                f"topology has {len(ledger.free)} ranks; one shard per rank is needed",
+                PlannerErrorType.PARTITION,
+            )
+        ledger.put(option, range(option.num_shards), [0.0] * option.num_shards)
+    ledger.load_ms = _load_ms(uniform, costs)
+
+
+def _load_ms(placed: Sequence[ShardingOption], costs: PlanCosts) -> FloatArray:
+    """What devices carry: options that run apart as a group each, shards that live whole one by one."""
+    apart = [option for option in placed if not lives_whole(option)]
+    load = costs.background_ms(apart) if apart else np.zeros(costs.world_size)
+    for option in placed:
+        if lives_whole(option):
+            np.add.at(load, [shard.rank for shard in option.shards], shard_ms(option, costs))
+    return load
+
+
+def _put_cluster(cluster: Cluster, rank: int, costs: PlanCosts, ledger: Ledger) -> None:
+    if np.any(cluster.need > ledger.free[rank]):
+        raise cluster.no_room(ledger, [rank])
+    for option in cluster.options:
+        ledger.put(option, [rank] * option.num_shards, shard_ms(option, costs))
+
+
+def _put_on_roomy_ranks(option: ShardingOption, costs: PlanCosts, ledger: Ledger) -> None:
+    """Puts each shard on the least loaded rank with room for it, a rank of its own if there is one."""
+    trial = ledger.copy()
+    ranks: list[int] = []
+    for shard, ms in zip(option.shards, shard_ms(option, costs), strict=True):
+        fits = np.all(need_of(shard) <= trial.free, axis=1)
+        if not fits.any():
+            raise trial.no_room(option, shard, range(len(fits)))
+        apart = fits & ~np.isin(np.arange(len(fits)), ranks)
+        ranks.append(int(np.where(apart if apart.any() else fits, trial.load_ms, np.inf).argmin()))
+        trial.free[ranks[-1]] -= need_of(shard)
+        trial.load_ms[ranks[-1]] += ms
+    ledger.put(option, ranks, shard_ms(option, costs))
+
+
+def _place_clusters(
+    clusters: Sequence[Cluster], specs: Sequence[ShardSpec], costs: PlanCosts, ledger: Ledger
 ) -> tuple[int, ...]:
-    """Moves column shards off ranks that hold another shard of their table, as far as the step does not grow.
+    """Gives each cluster the rank that it gets when clusters and free shards are placed greedily together.
 
-    Two shards of a table on one rank read its ids twice for nothing.
+    Returns:
+        The ranks that the free shards got, which fit.
+
+    Raises:
+        PlannerError: no placement fits.
     """
-    owners = [index for index, option in enumerate(options) for _ in option.shards]
-    ranks = list(placement)
-    seen: set[tuple[int, int]] = set()
-    crowded = []
-    for shard, (owner, rank) in enumerate(zip(owners, ranks, strict=True)):
-        if (owner, rank) in seen:
-            crowded.append(shard)
-        seen.add((owner, rank))
-    if not crowded:
-        return tuple(ranks)
-    best = costs.agent.predict(task, ranks).step_ms
-    for shard in crowded[:_MAX_SPREAD_TRIALS]:
-        need, free = memory_of(task)
-        np.subtract.at(free, ranks, need)
-        load = np.zeros(len(free))
-        np.add.at(load, ranks, need[:, 0] + need[:, 1])
-        elsewhere = np.all(need[shard] <= free, axis=1)
-        elsewhere[[rank for owner, rank in zip(owners, ranks, strict=True) if owner == owners[shard]]] = False
-        if best is None or not elsewhere.any():
-            continue
-        trial = list(ranks)
-        trial[shard] = int(np.where(elsewhere, load, np.inf).argmin())
-        step = costs.agent.predict(task, trial).step_ms
-        if step is not None and step <= best:
-            ranks, best = trial, step
-    return tuple(ranks)
-
-
-def _largest_first(options: Sequence[ShardingOption], costs: PlanCosts) -> list[ShardingOption]:
-    return sorted(options, key=lambda option: (-sum(shard_ms(option, costs)), option_order(option)))
+    for cluster in clusters:
+        if not np.any(np.all(cluster.need <= ledger.free, axis=1)):
+            raise cluster.no_room(ledger, range(len(ledger.free)))
+    whole = [
+        ShardSpec(
+            rows=1,
+            dim=1,
+            pooling_factor=0.0,
+            name=" with ".join(c.names),
+            hbm_bytes=int(c.need[0]),
+            ddr_bytes=int(c.need[1]),
+        )
+        for c in clusters
+    ]
+    alone = costs.single_ms(specs)
+    loads = [sum(sum(shard_ms(option, costs)) for option in cluster.options) for cluster in clusters]
+    task = costs.task([*whole, *specs], ledger.load_ms, ledger.room)
+    try:
+        ranks = place_greedily(task, [*loads, *(alone[spec] for spec in specs)])
+    except InfeasiblePlacementError as error:
+        raise PlannerError(f"no placement fits: {error}", PlannerErrorType.PARTITION) from error
+    for cluster, rank in zip(clusters, ranks, strict=False):
+        _put_cluster(cluster, rank, costs, ledger)
+    return ranks[len(clusters) :]

@@ -112,3 +112,9 @@ def describe_tables(
         )
         for name, (rows, dim, features, num_bytes, load) in raw.items()
     }
+
+
+def largest_tables(facts: Mapping[str, TableFacts], world_size: int) -> frozenset[str]:
+    """Names of the largest tables, so many that their row-wise options stay within ``MAX_UNIFORM_SHARDS``."""
+    by_size = sorted(facts, key=lambda name: (-facts[name].num_bytes, name))
+    return frozenset(by_size[: max(1, MAX_UNIFORM_SHARDS // world_size)])
