@@ -1,12 +1,22 @@
 import dataclasses
 
 import pytest
+import torch
+from run_ranks import run_ranks
 
 from torchrec_dreamshard.errors import MeasurementError
 from torchrec_dreamshard.hardware import named_hardware
 from torchrec_dreamshard.measurement import CostBreakdown, Measurement
 from torchrec_dreamshard.pool import load_public_pool
-from torchrec_dreamshard.profiling.collect import CollectConfig, calmest_runs, collect, repeatability, share_size
+from torchrec_dreamshard.profiling.collect import (
+    CollectConfig,
+    calmest_runs,
+    collect,
+    rank_hosts,
+    repeatability,
+    share_size,
+)
+from torchrec_dreamshard.profiling.devices import host_name
 from torchrec_dreamshard.profiling.fbgemm_profiler import FBGEMMProfiler
 from torchrec_dreamshard.profiling.sampling import SamplingPlan
 from torchrec_dreamshard.profiling.timing import TimingConfig
@@ -102,3 +112,16 @@ def test_the_calmest_run_of_each_combination_is_kept_and_tells_of_the_others():
     kept = calmest_runs([run(1, 5.0), run(2, 7.0), run(1, 4.0), failed, run(1, 6.0)])
     assert [float(m.cost.compute_ms[0]) for m in kept] == [5.0, 8.0]
     assert [m.provenance.details["runs_ms"] for m in kept] == [[6.0, 5.0, 7.0], [8.0]]
+
+
+def _hosts_of_unequal_ranks(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchrec_dreamshard.profiling.collect.device_name", lambda device: f"GPU {rank}")
+        with pytest.raises(ValueError, match="equal devices, got GPU 0, GPU 1"):
+            rank_hosts(torch.device("cpu"))
+    return rank_hosts(torch.device("cpu"))
+
+
+@pytest.mark.distributed
+def test_ranks_of_different_hardware_do_not_measure_together():
+    assert run_ranks(_hosts_of_unequal_ranks, 2) == [[host_name()] * 2] * 2

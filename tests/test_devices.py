@@ -1,3 +1,5 @@
+import os
+import socket
 import subprocess
 import types
 
@@ -5,7 +7,7 @@ import pytest
 import torch
 
 from torchrec_dreamshard.profiling import devices
-from torchrec_dreamshard.profiling.devices import device_name, device_state, installed_versions, named_device
+from torchrec_dreamshard.profiling.devices import device_name, device_state, host_name, installed_versions, named_device
 
 GPU = torch.device("cuda", 0)
 
@@ -60,3 +62,11 @@ def test_versions_name_torch_and_fbgemm():
     versions = installed_versions()
     assert versions["torch"] == torch.__version__
     assert any(name.startswith("fbgemm") for name in versions)
+
+
+def test_a_network_namespace_is_a_host_of_its_own(monkeypatch):
+    inodes = {"/proc/self/ns/net": 3, "/proc/1/ns/net": 3}
+    monkeypatch.setattr(os, "stat", lambda path: types.SimpleNamespace(st_ino=inodes[path]))
+    assert host_name() == socket.gethostname()
+    inodes["/proc/self/ns/net"] = 7
+    assert host_name() == f"{socket.gethostname()}/net:7"

@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import gzip
 import json
@@ -6,6 +7,7 @@ import multiprocessing
 import pytest
 
 from torchrec_dreamshard import samples
+from torchrec_dreamshard.hardware import named_hardware
 from torchrec_dreamshard.measurement import CostBreakdown, Measurement, Provenance
 from torchrec_dreamshard.samples import MeasurementStore, compact, load_measurements
 from torchrec_dreamshard.types import PlacementTask, ShardSpec
@@ -164,3 +166,28 @@ def test_two_processes_append_to_one_store(tmp_path):
         process.join(30)
     rows = sorted(measurement.task.shards[0].rows - 100 for measurement in MeasurementStore(path))
     assert rows == [*range(20), *range(100, 120)]
+
+
+def _of_device(device, hardware="cpu", index=0):
+    task = PlacementTask.uniform([ShardSpec(rows=9, dim=8, pooling_factor=1)], 2, hardware=named_hardware(hardware))
+    return dataclasses.replace(_measurement(index), task=task, provenance=Provenance(device=device))
+
+
+def test_a_store_keeps_to_the_device_of_its_first_measurement(tmp_path):
+    path = tmp_path / "s.jsonl"
+    first, second = MeasurementStore(path), MeasurementStore(path)  # of two processes that start together
+    first.append(_of_device("NVIDIA A100"))
+    with pytest.raises(ValueError, match="holds measurements of 'NVIDIA A100', and this device is 'NVIDIA H200'"):
+        second.append(_of_device("NVIDIA H200"))
+    second.append(_of_device("NVIDIA A100"))
+    second.append(_of_device(""))  # not known
+    assert len(load_measurements(path)) == 3
+
+
+def test_stores_of_devices_that_nothing_tells_apart_are_loaded_with_a_warning(tmp_path, caplog):
+    paths = [tmp_path / f"{index}.jsonl" for index in range(3)]
+    for path, device, hardware in zip(paths, ("A", "B", "C"), ("cpu", "cpu", "h100"), strict=True):
+        MeasurementStore(path).append(_of_device(device, hardware))
+    assert len(load_measurements(paths[0], paths[2])) == 2 and not caplog.text
+    assert len(load_measurements(*paths)) == 3
+    assert "hardware is 'cpu'" in caplog.text and "A (1), B (1)" in caplog.text and "C" not in caplog.text

@@ -2,8 +2,9 @@
 
 The first line is a header with the format's name and version, every other line one ``Measurement``. A line is
 written whole and synced before ``append`` returns, under a file lock, so that several processes of one host can
-share a store. What a killed process left half-written is dropped by the next reader or writer. ``compact``
-turns a store into a small read-only ``.jsonl.gz``.
+share a store. What a killed process left half-written is dropped by the next reader or writer. A store keeps to the
+device of its first measurement: different hardware belongs into different stores. ``compact`` turns a store into a
+small read-only ``.jsonl.gz``.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import json
 import logging
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from torchrec_dreamshard.measurement import Measurement
+from torchrec_dreamshard.types import HardwareSpec
 
 FORMAT = "torchrec_dreamshard.measurements"
 VERSION = 1
@@ -48,9 +51,28 @@ class MeasurementStore:
         self.read_only = self.path.name.endswith(".jsonl.gz")
         if not (self.read_only or self.path.name.endswith(".jsonl")):
             raise ValueError(f"a measurement store must be a .jsonl or .jsonl.gz file, got {self.path}")
+        self._device = ""
         if self.read_only or self.path.exists():
             with self._open() as file:
                 self._check_header(file)
+
+    def check_device(self, device: str) -> None:
+        """Raises if the store holds measurements of another device.
+
+        Args:
+            device: model of a device (``Provenance.device``).
+
+        Raises:
+            ValueError: it does.
+        """
+        if not self._device:
+            first = next(iter(self), None)
+            self._device = "" if first is None else first.provenance.device
+        if self._device and device and device != self._device:
+            raise ValueError(
+                f"{self.path} holds measurements of {self._device!r}, and this device is {device!r}: "
+                "keep different hardware in different stores"
+            )
 
     def __iter__(self) -> Iterator[Measurement]:
         """Yields the measurements in the order of their appending.
@@ -78,7 +100,8 @@ class MeasurementStore:
             measurement: what to keep.
 
         Raises:
-            ValueError: the store is read-only, or its file is not a store of this version.
+            ValueError: the store is read-only, holds measurements of another device, or its file is not a store of
+                this version.
             OSError: the line could not be written, a full disk say; every earlier measurement is intact.
         """
         if self.read_only:
@@ -88,6 +111,7 @@ class MeasurementStore:
         with open(self.path, "ab+", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             end = self._whole_lines_end(file)
+            self.check_device(measurement.provenance.device)
             data = line if end else _HEADER + line
             try:
                 _write_all(file, data)
@@ -154,19 +178,33 @@ class MeasurementStore:
         return end
 
 
-def load_measurements(path: str | os.PathLike[str]) -> list[Measurement]:
-    """All measurements of a store.
+def load_measurements(*paths: str | os.PathLike[str]) -> list[Measurement]:
+    """All measurements of some stores; warns where different devices are described as the same hardware.
 
     Args:
-        path: a ``.jsonl`` or ``.jsonl.gz`` store.
+        paths: ``.jsonl`` or ``.jsonl.gz`` stores.
 
     Raises:
         ValueError: not a store of this version, or damaged.
         FileNotFoundError: no such file.
     """
-    if not Path(path).exists():
-        raise FileNotFoundError(f"no measurement store at {path}")
-    return list(MeasurementStore(path))
+    for path in paths:
+        if not Path(path).exists():
+            raise FileNotFoundError(f"no measurement store at {path}")
+    measurements = [measurement for path in paths for measurement in MeasurementStore(path)]
+    devices: dict[HardwareSpec, Counter[str]] = {}
+    for measurement in measurements:
+        if measurement.provenance.device:
+            devices.setdefault(measurement.task.hardware, Counter())[measurement.provenance.device] += 1
+    for hardware, counts in devices.items():
+        if len(counts) > 1:
+            logger.warning(
+                "measurements of different devices all say that their hardware is %r, and nothing learned of them can "
+                "tell these devices apart: %s",
+                hardware.name,
+                ", ".join(f"{device} ({count})" for device, count in counts.most_common()),
+            )
+    return measurements
 
 
 def compact(source: str | os.PathLike[str], destination: str | os.PathLike[str]) -> int:

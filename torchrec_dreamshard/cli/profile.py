@@ -133,6 +133,8 @@ def _collect_steps(
     store: MeasurementStore,
     config: CollectConfig,
 ) -> int:
+    import torch
+
     from torchrec_dreamshard.profiling.collect import collect_steps, joined_ranks, rank_hosts, step_profilers
 
     if config.world_size < 2:
@@ -141,7 +143,9 @@ def _collect_steps(
         raise ValueError("--repeat-first is for fused kernels and cannot be used with --comms")
     with joined_ranks(args.device), progress_bar(config.num_samples, "profile steps", "sample") as bar:
         profilers = step_profilers(device, timing, args.threads, args.seed)
-        return collect_steps(rank_hosts(), plan, profilers, store, config, progress=lambda _: bar.update())
+        return collect_steps(
+            rank_hosts(torch.device(device)), plan, profilers, store, config, progress=lambda _: bar.update()
+        )
 
 
 def _plan(args: argparse.Namespace) -> SamplingPlan:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--num-measurements needs a --profiler to measure with")
     if not num_measurements and not args.measurements:
         raise ValueError("nothing to learn from: give --profiler, --measurements or both")
-    measurements = [measurement for store in args.measurements for measurement in load_measurements(store)]
+    measurements = load_measurements(*args.measurements)
     start = Agent.load(args.agent) if args.agent else None
     profiler = make_profiler(args.profiler, args.seed) if args.profiler else None
     config = TrainConfig.paper() if args.paper else TrainConfig()

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import distributed
 
 from torchrec_dreamshard.errors import MeasurementError
 from torchrec_dreamshard.measurement import Measurement
-from torchrec_dreamshard.profiling.devices import device_name
+from torchrec_dreamshard.profiling.devices import device_name, host_name
 from torchrec_dreamshard.profiling.fbgemm_profiler import FBGEMMProfiler
 from torchrec_dreamshard.profiling.sampling import SamplingPlan, StepPlan
 from torchrec_dreamshard.profiling.timing import TimingConfig
@@ -71,8 +70,9 @@ def collect(
         ValueError: the store holds measurements of another device.
         MeasurementError: 20 samples failed in a row.
     """
-    name, device = plan.fingerprint, device_name(profiler.device)
-    done = _stored(store, name, device)
+    name = plan.fingerprint
+    store.check_device(device_name(profiler.device))
+    done = _stored(store, name)
     measured = failures = 0
     start = time.monotonic()
     for sample, repetition in _share(config):
@@ -164,7 +164,7 @@ def share_size(config: CollectConfig) -> int:
 
 
 def collect_steps(
-    hosts: Sequence[int],
+    hosts: Sequence[str],
     tables: SamplingPlan,
     profilers: Mapping[int, FBGEMMProfiler],
     store: MeasurementStore,
@@ -178,7 +178,7 @@ def collect_steps(
     Rank 0 keeps the store and the time.
 
     Args:
-        hosts: host of each rank (``rank_hosts``).
+        hosts: name of each rank's host (``rank_hosts``).
         tables: the tables to place.
         profilers: for each number of devices, the profiler with the group of its ranks (``step_profilers``).
         store: rank 0's keeps the measurements, the other ranks' are not touched.
@@ -192,9 +192,12 @@ def collect_steps(
         ValueError: the store holds measurements of another device.
         MeasurementError: a rank was lost, or 20 samples failed in a row.
     """
-    plan = StepPlan(tables=tables, hosts=tuple(hosts))
+    plan = StepPlan(tables=tables, hosts=tuple(hosts.index(host) for host in hosts))
     name, start = plan.fingerprint, time.monotonic()
-    done = _stored(store, name, device_name(profilers[2].device)) if config.rank == 0 else set()
+    done = set()
+    if config.rank == 0:
+        store.check_device(device_name(profilers[2].device))
+        done = _stored(store, name)
     measured = failures = 0
     for sample in range(config.num_samples):
         state = _GO
@@ -211,7 +214,9 @@ def collect_steps(
         task, placement = plan[sample]
         measured += 1
         if config.rank < task.num_devices:
-            measurement = profilers[task.num_devices].record(task, placement, plan=name, sample=sample, repetition=0)
+            measurement = profilers[task.num_devices].record(
+                task, placement, plan=name, sample=sample, repetition=0, hosts=list(hosts[: task.num_devices])
+            )
             if config.rank == 0:
                 store.append(measurement)
             failures = failures + 1 if measurement.error else 0
@@ -231,11 +236,24 @@ def step_profilers(device: str, timing: TimingConfig, num_threads: int, seed: in
     }
 
 
-def rank_hosts() -> list[int]:
-    """Index of each rank's host, in the order of the ranks; a collective call."""
-    names: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(names, socket.gethostname())
-    return [names.index(name) for name in names]
+def rank_hosts(device: torch.device) -> list[str]:
+    """Name of each rank's host, in the order of the ranks; a collective call.
+
+    Args:
+        device: this rank's.
+
+    Raises:
+        ValueError: the ranks have different devices, which one store must not mix.
+    """
+    ranks: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(ranks, (host_name(), device_name(device)))
+    models = [model for _, model in ranks]
+    if len(set(models)) > 1:
+        raise ValueError(
+            f"the ranks must have equal devices, got {', '.join(sorted(set(models)))}: "
+            "measure different hardware in runs and stores of its own"
+        )
+    return [host for host, _ in ranks]
 
 
 @contextlib.contextmanager
@@ -278,17 +296,7 @@ def _agree(value: int) -> int:
     return int(shared)
 
 
-def _stored(store: MeasurementStore, plan: str, device: str) -> set[tuple[int, int]]:
+def _stored(store: MeasurementStore, plan: str) -> set[tuple[int, int]]:
     """The (sample, repetition) pairs of the plan that the store has."""
-    done = set()
-    for measurement in store:
-        found = measurement.provenance.device
-        if found != device:
-            raise ValueError(
-                f"{store.path} holds measurements of {found!r}, and this device is {device!r}: "
-                "keep different hardware in different stores"
-            )
-        details = measurement.provenance.details
-        if details.get("plan") == plan:
-            done.add((details["sample"], details["repetition"]))
-    return done
+    found = (measurement.provenance.details for measurement in store)
+    return {(details["sample"], details["repetition"]) for details in found if details.get("plan") == plan}
