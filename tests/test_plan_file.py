@@ -159,7 +159,7 @@ def test_plan_of_another_model_is_refused(tmp_path):
 
 
 def test_saving_before_planning_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no plan to save"):
+    with pytest.raises(ValueError, match="nothing was planned yet"):
         planner().save_plan(tmp_path / "plan.json")
 
 

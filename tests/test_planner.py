@@ -247,7 +247,7 @@ def test_shards_carry_what_costs_depend_on():
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="time_budget_s must be above 0"):
         planner(time_budget_s=0)
-    with pytest.raises(ValueError, match="no topology"):
+    with pytest.raises(ValueError, match="no process group is initialised"):
         DreamShardPlanner(agent=StandInAgent())
     with pytest.raises(ValueError, match="agent must be"):
         planner(agent=7).plan(bag_collection("meta"), BAGS)

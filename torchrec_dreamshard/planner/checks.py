@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from torchrec.distributed.planner.types import (
+    Enumerator,
     ParameterConstraints,
     PlannerError,
     PlannerErrorType,
@@ -93,8 +94,20 @@ def check_inputs(
     for name, constraint in sorted((constraints or {}).items()):
         if name in features:
             _check_lengths(name, constraint, features[name])
+    if not tables:
+        logger.warning("no module of %s has a sharder among those given: the plan is empty", type(module).__name__)
     _warn_left_out(tables, constraints or {}, compute_device)
     _warn_unsharded(module, sharders)
+
+
+def check_enumerator(enumerator: Enumerator, constraints: Mapping[str, ParameterConstraints] | None) -> None:
+    """Warns of constraints that a user's own enumerator does not know."""
+    if constraints and not getattr(enumerator, "_constraints", None):
+        logger.warning(
+            "constraints were given to the planner, but not to the enumerator that it was given, which is what "
+            "applies them: they have no effect on the search space: %s",
+            sorted(constraints),
+        )
 
 
 def _check_lengths(name: str, constraint: ParameterConstraints, num_features: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,20 @@ from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, T
 from torchrec_dreamshard.planner.errors import PlannerInputError
 
 _T = TypeVar("_T")
+
+
+def group_of_job() -> dist.ProcessGroup:
+    """The group of all ranks.
+
+    Raises:
+        PlannerInputError: this is no distributed job.
+    """
+    if not dist.is_initialized():
+        raise PlannerInputError(
+            "no process group is initialised: call torch.distributed.init_process_group first, or plan offline, with a "
+            "topology and plan()"
+        )
+    return cast(dist.ProcessGroup, dist.GroupMember.WORLD)
 
 
 def check_group(topology: Topology, group: dist.ProcessGroup, sharding_group_size: int | None) -> None:
@@ -62,7 +76,7 @@ def _check_device(topology: Topology, group: dist.ProcessGroup) -> None:
         )
 
 
-def run_on_first_rank(group: dist.ProcessGroup, check: Callable[[], None], work: Callable[[], _T]) -> _T:
+def run_on_first_rank(group: dist.ProcessGroup, check: Callable[[], None] | None, work: Callable[[], _T]) -> _T:
     """Runs ``work`` on the group's first rank and gives every rank its result, or its error.
 
     Args:
@@ -75,7 +89,8 @@ def run_on_first_rank(group: dist.ProcessGroup, check: Callable[[], None], work:
     """
     own: BaseException | None = None
     try:
-        check()
+        if check is not None:
+            check()
     except Exception as error:  # noqa: BLE001 - passed on to every rank
         own = error
     errors: list[Any] = [None] * group.size()

@@ -16,6 +16,7 @@ from torchrec_dreamshard.planner.enumerator import variant_order
 from torchrec_dreamshard.planner.ledger import MEMORIES, need_of
 from torchrec_dreamshard.planner.restart import PlanChange, describe
 from torchrec_dreamshard.planner.search import snapshot
+from torchrec_dreamshard.planner.verify import MeasuredPlan
 
 GIB = 1024**3
 
@@ -69,6 +70,8 @@ class Explanation:
     """Tables on the slowest devices first."""
     changes: tuple[PlanChange, ...] = ()
     """What differs from the earlier plan that was given."""
+    measured: tuple[MeasuredPlan, ...] = ()
+    """The plans that were measured on the job's ranks, the best predicted first."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -95,6 +98,8 @@ class Explanation:
                 lines.append(f"    next best rank: {t.next_rank}, step {t.next_rank_step_ms:.4f} ms")
         if self.changes:
             lines += ["", "changed since the earlier plan:", *(f"    {change}" for change in self.changes)]
+        if self.measured:
+            lines += ["", "measured on the job's ranks:", *(f"    {plan}" for plan in self.measured)]
         return "\n".join(lines)
 
 
@@ -105,8 +110,10 @@ def explain_plan(
     constraint: Topology,
     *,
     constraints: Mapping[str, ParameterConstraints] | None = None,
-    fixed: Mapping[str, str] | None = None,
+    pins: Mapping[str, int] | None = None,
+    together: Sequence[Sequence[str]] = (),
     changes: Sequence[PlanChange] = (),
+    measured: Sequence[MeasuredPlan] = (),
     max_tables: int = 40,
 ) -> Explanation:
     """Explains a plan.
@@ -117,10 +124,14 @@ def explain_plan(
         costs: predicts.
         constraint: the devices with the memory left for tables.
         constraints: the user's, by table name.
-        fixed: what the user asked for further, in words, by table name (pins, groups).
+        pins: the user's, by table name.
+        together: the user's groups of tables on one device.
         changes: what differs from an earlier plan.
+        measured: what verifying the plan brought.
         max_tables: alternatives are predicted for so many tables, those on the slowest devices first.
     """
+    fixed = {name: f"kept together with {[n for n in names if n != name]}" for names in together for name in names}
+    fixed.update({name: f"pinned to rank {rank}" for name, rank in (pins or {}).items()})
     plan = snapshot(plan)
     cost = costs.breakdown(plan)
     total = cast("np.ndarray[Any, Any]", cost.device_ms)
@@ -141,12 +152,16 @@ def explain_plan(
             table=option.fqn.lstrip("."),
             chosen=describe(option),
             alone_ms=costs.option_ms(option),
-            why=_why(option, variants, capacity, constraint_of, (fixed or {}).get(option.name)),
+            why=_why(option, variants, capacity, constraint_of, fixed.get(option.name)),
         )
         reasons.append(looker.look(reason, option, variants) if index < max_tables else reason)
     devices = _devices(cost, used, capacity)
     return Explanation(
-        step_ms=cast(float, cost.step_ms), devices=devices, tables=tuple(reasons), changes=tuple(changes)
+        step_ms=cast(float, cost.step_ms),
+        devices=devices,
+        tables=tuple(reasons),
+        changes=tuple(changes),
+        measured=tuple(measured),
     )
 
 

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 
-from torchrec.distributed.planner.types import Enumerator, PlannerError, PlannerErrorType, ShardingOption
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    PlanLoader,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+)
 from torchrec.distributed.types import ShardingType
+
+logger = logging.getLogger(__name__)
 
 _PLAN_FIELDS = (
     "sharding_type",
@@ -20,6 +29,22 @@ _PLAN_FIELDS = (
     "output_dtype",
     "key_value_params",
 )
+
+
+def use_loader(
+    loader: PlanLoader, space: Sequence[ShardingOption], enumerator: Enumerator
+) -> list[ShardingOption] | None:
+    """The loader's plan for this model; None where it brings none.
+
+    Raises:
+        PlannerError: the plan is not one of this model.
+    """
+    loaded = loader.load()
+    if loaded is None:
+        return None
+    plan_id = getattr(loader, "get_plan_id", lambda: "")()  # TorchRec calls it, but does not declare it
+    logger.info("using the loaded plan %s instead of a search", plan_id)
+    return load_options(space, loaded, enumerator)
 
 
 def load_options(

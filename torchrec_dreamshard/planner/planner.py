@@ -6,17 +6,13 @@
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Sequence, Union, cast
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union, cast
 
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.planner.planners import (
-    EmbeddingShardingPlanner,
-    to_sharding_plan,
-    validate_compute_kernels,
-    validate_modules_inclusion_in_sharding_plan,
-)
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner, to_sharding_plan
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -35,29 +31,31 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_dreamshard.measurement import CostBreakdown
-from torchrec_dreamshard.planner.adapter import shardable_modules
-from torchrec_dreamshard.planner.checks import check_arguments, check_complete, check_inputs, check_topology
-from torchrec_dreamshard.planner.collective import check_group, run_on_first_rank
+from torchrec_dreamshard.planner.checks import check_arguments, check_enumerator, check_inputs, check_topology
+from torchrec_dreamshard.planner.collective import check_group, group_of_job, run_on_first_rank
 from torchrec_dreamshard.planner.costs import CostSource
 from torchrec_dreamshard.planner.enumerator import DreamShardEnumerator, option_order
-from torchrec_dreamshard.planner.errors import PlannerInputError
 from torchrec_dreamshard.planner.explain import Explanation, explain_plan
 from torchrec_dreamshard.planner.failures import no_plan_error
-from torchrec_dreamshard.planner.loaded import load_options
+from torchrec_dreamshard.planner.finish import call_back, checked_plan
+from torchrec_dreamshard.planner.loaded import use_loader
 from torchrec_dreamshard.planner.partitioner import DreamShardPartitioner
 from torchrec_dreamshard.planner.perf_model import LearnedPerfModel
 from torchrec_dreamshard.planner.plan_file import load_plan, save_plan
 from torchrec_dreamshard.planner.proposer import DreamShardProposer
 from torchrec_dreamshard.planner.reservation import reserve
-from torchrec_dreamshard.planner.restart import PlanChange, continue_plan
+from torchrec_dreamshard.planner.restart import Candidate, PlanChange, continue_plan
+from torchrec_dreamshard.planner.rival import with_rival
 from torchrec_dreamshard.planner.search import Search
+from torchrec_dreamshard.planner.table_step import TableStep
+from torchrec_dreamshard.planner.verify import MeasuredPlan, Verify, measure_plans
 
 if TYPE_CHECKING:
     from torchrec_dreamshard.agent import Agent
 
 logger = logging.getLogger(__name__)
 
-_SEARCH_SHARE = 0.7  # of the budget, where an earlier plan is compared afterwards
+_SEARCH_SHARE = 0.7  # of the budget, where an earlier plan or TorchRec's is compared afterwards
 
 
 class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
@@ -91,6 +89,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         previous: an earlier plan (or its file) to continue: tables stay as they are unless a change is needed or pays;
             ``changes`` lists what differs.
         min_gain: least share of the predicted step that a change of ``previous`` must gain.
+        verify: lets ``collective_plan`` measure the best few plans on the job's ranks and take the fastest.
 
     Raises:
         PlannerInputError: the topology is impossible, or missing outside of a distributed job.
@@ -122,14 +121,12 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         sharding_group_size: Optional[int] = None,
         previous: Optional[Union[ShardingPlan, str, Path]] = None,
         min_gain: float = 0.05,
+        verify: Optional[Verify] = None,
     ) -> None:
         if not time_budget_s > 0:
             raise ValueError(f"time_budget_s must be above 0, got {time_budget_s}")
-        if topology is None and not dist.is_initialized():
-            raise PlannerInputError(
-                "no topology was given and no process group is initialised: pass a Topology to plan offline, or call "
-                "torch.distributed.init_process_group first"
-            )
+        if topology is None:
+            group_of_job()
         super().__init__(
             topology=topology,
             batch_size=batch_size,
@@ -151,14 +148,21 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         self._sharding_group_size = sharding_group_size
         self._previous = load_plan(previous) if isinstance(previous, (str, Path)) else previous
         self._min_gain = min_gain
+        self._verify = verify
+        if verify is not None and verify.build is None and sharding_group_size is not None:
+            raise ValueError(
+                "verify needs Verify(build=) where sharding_group_size is given: tables alone know no copies"
+            )
+        self._best_plan: Optional[List[ShardingOption]] = None
         self.changes: List[PlanChange] = []
+        self.measured: List[MeasuredPlan] = []
         self._space: List[ShardingOption] = []
         self._constraint: Topology = self._topology
         self._source = CostSource(agent, constraints=constraints, reuse_histograms=reuse_histograms)
-        self._own_enumerator = enumerator is None
         if enumerator is None:
             self._enumerator: Enumerator = DreamShardEnumerator(self._topology, self._batch_size, constraints)
         self._set_parts(proposer, partitioner, performance_model)
+        self._may_rival = not (proposer or partitioner or performance_model or pins or together or previous)
 
     def _set_parts(
         self,
@@ -192,19 +196,32 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
             PlannerInputError: the topology does not match the group, or there is no group.
             PlannerError: what ``plan`` raised on the first rank, on every rank at once.
         """
-        if pg is None:
-            if not dist.is_initialized():
-                raise PlannerInputError(
-                    "collective_plan needs a process group: call torch.distributed.init_process_group first, or use "
-                    "plan() outside of a distributed job"
-                )
-            pg = cast(dist.ProcessGroup, dist.GroupMember.WORLD)
-        group, used = pg, get_default_sharders() if sharders is None else sharders
-        return run_on_first_rank(
-            group,
-            lambda: check_group(self._topology, group, self._sharding_group_size),
-            lambda: self.plan(module, used),
+        group = group_of_job() if pg is None else pg
+        used = get_default_sharders() if sharders is None else sharders
+        check = partial(check_group, self._topology, group, self._sharding_group_size)
+        if (verify := self._verify) is None:
+            return run_on_first_rank(group, check, lambda: self.plan(module, used))
+        candidates: List[Candidate] = []  # of the first rank
+
+        def search() -> List[Tuple[float, ShardingPlan]]:
+            candidates.extend(self._search(module, used, verify.num_plans))
+            finished = (checked_plan(c.options, module, used, self._topology, self._constraints) for c in candidates)
+            return [(self._perf_model.rate(c.options), plan) for c, plan in zip(candidates, finished, strict=True)]
+
+        plans = run_on_first_rank(group, check, search)
+        tables_alone = partial(
+            TableStep,
+            module,
+            used,
+            batch_size=self._batch_size,
+            constraints=self._constraints,
+            batches=verify.batches,
+            seed=self._seed,
         )
+        chosen, self.measured = measure_plans(verify, plans, group, verify.build or tables_alone)
+        if not plans:
+            return ShardingPlan({})
+        return run_on_first_rank(group, None, lambda: self._finish(candidates[chosen], module, used))
 
     def plan(
         self,
@@ -223,28 +240,45 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         Raises:
             PlannerError: no plan exists (names a table, the bytes needed and there), or an input is unusable.
         """
+        candidates = self._search(module, sharders)
+        return self._finish(candidates[0], module, sharders) if candidates else ShardingPlan({})
+
+    def _search(
+        self, module: nn.Module, sharders: List[ModuleSharder[nn.Module]], num_kept: int = 1
+    ) -> List[Candidate]:
+        """The best different plans, the best predicted first; none where there is nothing to shard."""
         start = time.monotonic()
         budget = min(self._time_budget_s, self._timeout_seconds or float("inf"))
+        self._best_plan, self.changes, self.measured = None, [], []
         self._source.bind(sharders)
-        self._check(module, sharders)
+        names = {"pins": self._pins, "together": [name for group in self._together for name in group]}
+        check_inputs(module, sharders, self._constraints, names, self._topology.compute_device)
+        check_enumerator(self._enumerator, self._constraints)
         constraint = reserve(
             self._storage_reservation, self._topology, self._batch_size, module, sharders, self._constraints
         )
         space = sorted(self._enumerator.enumerate(module=module, sharders=sharders), key=option_order)
         if not space:
-            return ShardingPlan({})
-        self._space, self._constraint, self.changes = space, constraint, []
-        best = self._load(space)
-        share = 1.0 if self._previous is None else _SEARCH_SHARE
-        search = Search(self._proposers, self._partitioner, self._perf_model, deadline=start + budget * share)
-        if best is None:
-            best = search.run(space, self._enumerator, constraint)
-            if best is not None and self._previous is not None:
-                best = self._continue(self._previous, best, start + budget)
+            return []
+        self._space, self._constraint = space, constraint
+        deadline = start + budget * (1.0 if self._previous is None and num_kept == 1 else _SEARCH_SHARE)
+        search = Search(self._proposers, self._partitioner, self._perf_model, deadline=deadline, num_kept=num_kept)
+        loaded = self._load(space)
+        if loaded is not None:
+            candidates = [Candidate(loaded)]
+        else:
+            search.run(space, self._enumerator, constraint)
+            plans = [plan for _, plan in search.kept]
+            if num_kept > 1 and self._may_rival:  # TorchRec's greedy knows of no pins, and not of the user's parts
+                plans = with_rival(plans, num_kept, space, self._enumerator, constraint, start + budget)
+            candidates = [Candidate(plan) for plan in plans]
+            if candidates and self._previous is not None:
+                candidates = self._continue(self._previous, candidates[0].options, start + budget)[:num_kept]
         self._num_proposals, self._num_plans = search.num_proposals, search.num_plans
-        if best is None:
-            raise self._failed(search, constraint, sharders, time.monotonic() - start)
-        return self._finish(best, module, sharders, time.monotonic() - start)
+        self._run_time = time.monotonic() - start
+        if not candidates:
+            raise self._failed(search, constraint, sharders)
+        return [c._replace(options=call_back(self._callbacks, c.options)) for c in candidates]
 
     def save_plan(self, path: Union[str, Path]) -> None:
         """Writes the last plan to a file that ``plan_file.PlanFileLoader`` and ``previous`` understand.
@@ -252,12 +286,11 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         Raises:
             ValueError: there is no plan yet.
         """
-        if self._best_plan is None:
-            raise ValueError("there is no plan to save: call plan() first, or collective_plan() and save on its rank 0")
+        options = self._last()
         save_plan(
             path,
-            to_sharding_plan(self._best_plan, self._topology),
-            options=self._best_plan,
+            to_sharding_plan(options, self._topology),
+            options=options,
             predicted=self.predicted(),
             context_hash=self._context_hash(),
         )
@@ -268,9 +301,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         Raises:
             ValueError: there is no plan yet.
         """
-        if self._best_plan is None:
-            raise ValueError("nothing was planned yet: call plan() or collective_plan() first")
-        return self._source.on(self._topology).breakdown(self._best_plan)
+        return self._source.on(self._topology).breakdown(self._last())
 
     def explain(self, max_tables: int = 40) -> Explanation:
         """Why the last plan is as it is: ``str()`` for people, ``to_dict()`` for programs.
@@ -281,34 +312,35 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         Raises:
             ValueError: there is no plan yet.
         """
-        if self._best_plan is None:
-            raise ValueError("nothing was planned yet: call plan() or collective_plan() first")
-        fixed = {name: f"kept together with {list(names)}" for names in self._together for name in names}
-        fixed.update({name: f"pinned to rank {rank}" for name, rank in self._pins.items()})
         return explain_plan(
-            self._best_plan,
+            self._last(),
             self._space,
             self._source.on(self._topology),
             self._constraint,
             constraints=self._constraints,
-            fixed=fixed,
+            pins=self._pins,
+            together=self._together,
             changes=self.changes,
+            measured=self.measured,
             max_tables=max_tables,
         )
 
-    def _continue(self, previous: ShardingPlan, fresh: List[ShardingOption], deadline: float) -> List[ShardingOption]:
-        movable = {**self._pins, **{name: True for names in self._together for name in names}}
-        plan, self.changes = continue_plan(
+    def _last(self) -> List[ShardingOption]:
+        if self._best_plan is None:
+            raise ValueError("nothing was planned yet: call plan() first, or collective_plan() and ask its rank 0")
+        return self._best_plan
+
+    def _continue(self, previous: ShardingPlan, fresh: List[ShardingOption], deadline: float) -> List[Candidate]:
+        return continue_plan(
             previous,
             self._space,
             fresh,
             self._source.on(self._topology),
             self._constraint,
             min_gain=self._min_gain,
-            movable=movable,
+            movable={**self._pins, **{name: True for names in self._together for name in names}},
             deadline=deadline,
         )
-        return plan
 
     def _context_hash(self) -> Optional[str]:
         """TorchRec's hash of the inputs; None where the user's parts cannot be hashed."""
@@ -317,59 +349,29 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         except AssertionError:
             return None
 
-    def _check(self, module: nn.Module, sharders: List[ModuleSharder[nn.Module]]) -> None:
-        names = {"pins": self._pins, "together": [name for names in self._together for name in names]}
-        check_inputs(module, sharders, self._constraints, names, self._topology.compute_device)
-        known = getattr(self._enumerator, "_constraints", None)
-        if self._constraints and not self._own_enumerator and not known:
-            logger.warning(
-                "constraints were given to the planner, but not to the enumerator that it was given, which is what "
-                "applies them: they have no effect on the search space: %s",
-                sorted(self._constraints),
-            )
-        if not any(True for _ in shardable_modules(module, sharders)):
-            logger.warning("no module of %s has a sharder among those given: the plan is empty", type(module).__name__)
-
     def _load(self, space: List[ShardingOption]) -> Optional[List[ShardingOption]]:
         """The plan of the loader, if there is one that brings a plan."""
         if self.plan_loader is None:
             return None
-        wanted = self.plan_loader.plan_context_hash()
-        if wanted is not None:
+        if (wanted := self.plan_loader.plan_context_hash()) is not None:
             self._loader_plan_validation(self.hash_planner_context_inputs_str(), wanted)
-        loaded = self.plan_loader.load()
-        if loaded is None:
-            return None
-        plan_id = getattr(self.plan_loader, "get_plan_id", lambda: None)()
-        logger.info("using the loaded plan %s instead of a search", "" if plan_id is None else plan_id)
-        return load_options(space, loaded, self._enumerator)
+        return use_loader(self.plan_loader, space, self._enumerator)
 
     def _finish(
-        self,
-        best: List[ShardingOption],
-        module: nn.Module,
-        sharders: List[ModuleSharder[nn.Module]],
-        run_time: float,
+        self, candidate: Candidate, module: nn.Module, sharders: List[ModuleSharder[nn.Module]]
     ) -> ShardingPlan:
-        for callback in self._callbacks:
-            best = callback(best)
-            if best is None:
-                raise PlannerInputError(f"the callback {callback!r} must return the plan's options, it returned None")
-        self._best_plan = best
-        check_complete(best, module, sharders, self._topology, self._constraints)
-        plan = to_sharding_plan(best, self._topology)
-        self._log(plan, best, sharders, run_time, PlanDebugStats(type(self).__name__, self._timeout_seconds))
-        validate_modules_inclusion_in_sharding_plan(plan, module, sharders)
-        validate_compute_kernels(best)
-        return cast(ShardingPlan, plan)
+        self._best_plan, self.changes = candidate.options, list(candidate.changes)
+        plan = checked_plan(candidate.options, module, sharders, self._topology, self._constraints)
+        for change in self.changes:
+            logger.info("changed since the earlier plan: %s", change)
+        self._log(plan, candidate.options, sharders, PlanDebugStats(type(self).__name__, self._timeout_seconds))
+        return plan
 
-    def _failed(
-        self, search: Search, constraint: Topology, sharders: List[ModuleSharder[nn.Module]], run_time: float
-    ) -> PlannerError:
+    def _failed(self, search: Search, constraint: Topology, sharders: List[ModuleSharder[nn.Module]]) -> PlannerError:
         for option in search.last_proposal:
             for shard in option.shards:
                 shard.rank = -1
-        self._log(ShardingPlan({}), search.last_proposal, sharders, run_time, None)
+        self._log(ShardingPlan({}), search.last_proposal, sharders, None)
         return no_plan_error(search, self._topology, constraint, self._batch_size)
 
     def _log(
@@ -377,7 +379,6 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         plan: ShardingPlan,
         options: List[ShardingOption],
         sharders: List[ModuleSharder[nn.Module]],
-        run_time: float,
         debug_stats: Optional[PlanDebugStats],
     ) -> None:
         further: Dict[str, Any] = {} if debug_stats is None else {"debug_stats": debug_stats}
@@ -389,7 +390,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
                 storage_reservation=self._storage_reservation,
                 num_proposals=self._num_proposals,
                 num_plans=self._num_plans,
-                run_time=run_time,
+                run_time=self._run_time,
                 best_plan=options,
                 constraints=self._constraints,
                 sharders=sharders,

@@ -8,9 +8,9 @@ fits, or where the change makes the predicted step fall by a given share.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
@@ -20,8 +20,6 @@ from torchrec_dreamshard.planner.choices import TableKey
 from torchrec_dreamshard.planner.costs import PlanCosts, lives_whole
 from torchrec_dreamshard.planner.ledger import Ledger, need_of
 from torchrec_dreamshard.planner.search import snapshot
-
-logger = logging.getLogger(__name__)
 
 _MAX_CHANGES = 32
 _MAX_TABLES, _MAX_RANKS = 4, 3  # heaviest tables of the slowest device, and least loaded ranks, tried per change
@@ -45,6 +43,13 @@ class PlanChange:
         return f"{self.table}: {self.before} -> {self.after} ({self.reason}{gain})"
 
 
+class Candidate(NamedTuple):
+    """A plan, and what differs from the earlier one."""
+
+    options: list[ShardingOption]
+    changes: tuple[PlanChange, ...] = ()
+
+
 def describe(option: ShardingOption) -> str:
     """Type, kernel and ranks of an option in a few words."""
     ranks = [shard.rank for shard in option.shards]
@@ -62,8 +67,8 @@ def continue_plan(
     min_gain: float,
     movable: Mapping[str, object],
     deadline: float,
-) -> tuple[list[ShardingOption], list[PlanChange]]:
-    """The earlier plan with the changes that are needed or pay.
+) -> list[Candidate]:
+    """The earlier plan with the changes that are needed and those that pay, and, if any does, without the latter.
 
     Args:
         previous: the earlier plan.
@@ -81,31 +86,42 @@ def continue_plan(
         options.setdefault((option.path, option.name), []).append(option)
     plan: Plan = {}
     changes: list[PlanChange] = []
+    before = {key: previous.plan.get(key[0], {}).get(key[1]) for key in target}
+    kept_as_was = {
+        key: option
+        for key, sharding in before.items()
+        if sharding is not None
+        and key[1] not in movable
+        and (option := _restore(sharding, options[key], costs.world_size)) is not None
+    }
+    # a tower stays on its host as a whole or follows the fresh plan as a whole
+    broken = {option.dependency for key, option in target.items() if option.dependency and key not in kept_as_was}
     for key, wanted in target.items():
-        sharding = previous.plan.get(key[0], {}).get(key[1])
-        kept = None if sharding is None or key[1] in movable else _restore(sharding, options[key], costs.world_size)
+        sharding, kept = before[key], kept_as_was.get(key)
+        kept = None if wanted.dependency in broken else kept
         plan[key] = kept or wanted
         if kept is None and (sharding is None or _differs(sharding, wanted)):
-            before = "absent" if sharding is None else f"{sharding.sharding_type} on ranks {sharding.ranks}"
+            was = "absent" if sharding is None else f"{sharding.sharding_type} on ranks {sharding.ranks}"
             reason = "new table" if sharding is None else "no longer possible as it was"
-            changes.append(PlanChange(wanted.fqn.lstrip("."), before, describe(wanted), reason))
+            changes.append(PlanChange(wanted.fqn.lstrip("."), was, describe(wanted), reason))
     if not _fits(plan, constraint):
         forced = [
             PlanChange(o.fqn.lstrip("."), describe(plan[k]), describe(o), "the earlier plan no longer fits")
             for k, o in target.items()
             if describe(plan[k]) != describe(o)
         ]
-        return list(target.values()), [*changes, *forced]
+        return [Candidate(list(target.values()), (*changes, *forced))]
+    needed = Candidate(list(plan.values()), tuple(changes))
+    fixed = {key for key, option in plan.items() if key[1] in movable or option.dependency}
     for _ in range(_MAX_CHANGES):
-        change = _best_change(plan, target, costs, constraint, min_gain, deadline)
+        change = _best_change(plan, target, costs, constraint, min_gain, deadline, fixed)
         if change is None:
             break
         key, option, gain = change
         changes.append(PlanChange(option.fqn.lstrip("."), describe(plan[key]), describe(option), "pays", gain))
         plan[key] = option
-    for line in changes:
-        logger.info("changed since the earlier plan: %s", line)
-    return list(plan.values()), changes
+    improved = Candidate(list(plan.values()), tuple(changes))
+    return [improved, needed] if improved.changes != needed.changes else [needed]
 
 
 def _restore(sharding: ParameterSharding, options: Sequence[ShardingOption], world: int) -> ShardingOption | None:
@@ -148,7 +164,13 @@ def _fits(plan: Mapping[TableKey, ShardingOption], constraint: Topology) -> bool
 
 
 def _best_change(
-    plan: Plan, target: Plan, costs: PlanCosts, constraint: Topology, min_gain: float, deadline: float
+    plan: Plan,
+    target: Plan,
+    costs: PlanCosts,
+    constraint: Topology,
+    min_gain: float,
+    deadline: float,
+    fixed: Collection[TableKey],
 ) -> tuple[TableKey, ShardingOption, float] | None:
     """The single change on the slowest device that makes the step fall most, if by enough."""
     cost = costs.breakdown(list(plan.values()))
@@ -156,7 +178,8 @@ def _best_change(
     if step is None or device_ms is None:
         return None
     slowest = int(np.argmax(device_ms))
-    here = [key for key, option in plan.items() if any(shard.rank == slowest for shard in option.shards)]
+    on_it = (key for key, option in plan.items() if any(shard.rank == slowest for shard in option.shards))
+    here = [key for key in on_it if key not in fixed]
     costs.warm_up(plan[key] for key in here)
     here.sort(key=lambda key: (-costs.option_ms(plan[key]), key))
     best: tuple[TableKey, ShardingOption, float] | None = None

@@ -115,13 +115,13 @@ class Search:
     def _keep(self, rating: float, plan: Sequence[ShardingOption]) -> None:
         if len(self.kept) == self._num_kept and rating >= self.kept[-1][0]:
             return
-        if any(rating == found and _layout(plan) == _layout(other) for found, other in self.kept):
+        if any(rating == found and layout(plan) == layout(other) for found, other in self.kept):
             return
         self.kept = sorted([*self.kept, (rating, snapshot(plan))], key=lambda entry: entry[0])[: self._num_kept]
         logger.debug("proposal %d: %.4f ms", self.num_proposals, rating)
 
 
-def _layout(plan: Sequence[ShardingOption]) -> dict[str, tuple[Any, ...]]:
+def layout(plan: Sequence[ShardingOption]) -> dict[str, tuple[Any, ...]]:
     """What makes two plans the same for a job."""
     return {
         option.fqn: (option.sharding_type, option.compute_kernel, *((s.rank, *s.size) for s in option.shards))
