@@ -1,26 +1,30 @@
+import errno
+
 import pytest
 import torch
+from planner_models import bag_collection, bag_configs, jagged_batch
 from run_ranks import run_ranks
+from torch import distributed
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, data_parallel, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
+from torchrec_dreamshard import Measurement, PlacementTask, ShardSpec, samples
+from torchrec_dreamshard.measurement import Provenance
 from torchrec_dreamshard.profiling.hooks import record_costs
 from torchrec_dreamshard.samples import MeasurementStore, load_measurements
 
 pytestmark = pytest.mark.distributed
 
 
-def _sharded(device_of_table, dims=(8, 16, 32, 4)):
+def _sharded(device_of_table, dims=(8, 16, 32, 4), optimizer=torch.optim.Adagrad):
     """A live model with its tables where ``device_of_table`` says."""
-    from planner_models import bag_collection
-    from torch import distributed
-    from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-    from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, data_parallel, table_wise
-    from torchrec.distributed.types import ShardingEnv, ShardingPlan
-
     bags = bag_collection(dims=dims)
-    apply_optimizer_in_backward(torch.optim.Adagrad, bags.parameters(), {"lr": 0.01})
+    apply_optimizer_in_backward(optimizer, bags.parameters(), {"lr": 0.01})
     kinds = {
         name: data_parallel()
         if device is None
@@ -39,8 +43,6 @@ def _sharded(device_of_table, dims=(8, 16, 32, 4)):
 
 
 def _steps(model, rank, batch_sizes, backward=True):
-    from planner_models import bag_configs, jagged_batch
-
     configs = bag_configs()
     for step, batch_size in enumerate(batch_sizes):
         output = model(jagged_batch(configs, batch_size, seed=10 * step + rank)).values()
@@ -161,4 +163,69 @@ def test_an_error_on_one_rank_leaves_nobody_waiting(tmp_path):
 def test_a_model_without_sharded_modules_is_refused(tmp_path):
     recorder = record_costs(torch.nn.Linear(1, 1), MeasurementStore(tmp_path / "s.jsonl"))
     with pytest.raises(ValueError, match="DistributedModelParallel"):
+        recorder.attach()
+
+
+def _variable_batches(rank, path):
+    """t0 and t1 live on rank 0, t2 and t3 on rank 1; each feature has its own batch, expanded to 6 samples."""
+    model = _sharded({"t0": 0, "t1": 0, "t2": 1, "t3": 1}, optimizer=torch.optim.SGD)  # few support such batches
+    features = [f"t{i}_f0" for i in range(4)]
+    with record_costs(model, MeasurementStore(path), steps_per_record=4):
+        for step in range(2):
+            strides = [1 + feature + rank + 2 * step for feature in range(4)]
+            lengths = torch.cat([torch.full((stride,), feature) for feature, stride in enumerate(strides)])
+            batch = KeyedJaggedTensor(
+                keys=features,
+                values=torch.zeros(int(lengths.sum()), dtype=torch.int64),
+                lengths=lengths,
+                stride_per_key_per_rank=[[stride] for stride in strides],
+                inverse_indices=(features, torch.zeros(4, 6, dtype=torch.int64)),
+            )
+            model(batch).values().sum().backward()
+
+
+def test_features_with_batches_of_their_own_are_counted_exactly(tmp_path):
+    path = tmp_path / "job.jsonl"
+    run_ranks(_variable_batches, 2, path)
+    (record,) = load_measurements(path)
+    shards = {shard.name: shard for shard in record.task.shards}
+    # Bags of feature f in step s, over both ranks: 2 f + 3 + 4 s; the mean over two steps is 2 f + 5.
+    assert [shards[f"t{feature}"].batch_size for feature in range(4)] == [5, 7, 9, 11]
+    assert [shards[f"t{feature}"].pooling_factor for feature in range(4)] == [0, 1, 2, 3]
+    assert all((getattr(record.cost, term) > 0).all() for term in ("forward_compute_ms", "backward_compute_ms"))
+    assert (record.cost.backward_comms_ms > 0).all()
+
+
+def _record_onto(rank, path, fail):
+    model = _sharded({"t0": 0, "t1": 1, "t2": 1, "t3": 0})
+    store = MeasurementStore(path)
+    with pytest.MonkeyPatch.context() as patch:
+        if fail:
+            patch.setattr(samples, "_write_all", _no_space)
+        with record_costs(model, store, steps_per_record=1):
+            _steps(model, rank, [8, 8])
+    return _hooks_of(model)
+
+
+def _no_space(file, data):
+    file.write(data[:10])
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_costs_the_record_and_not_the_job(tmp_path):
+    path = tmp_path / "job.jsonl"
+    run_ranks(_record_onto, 2, path, False)
+    before = path.read_bytes()
+    run_ranks(_record_onto, 2, path, True)
+    assert path.read_bytes() == before
+
+
+def test_a_job_is_not_recorded_into_a_store_of_other_hardware(tmp_path):
+    path = tmp_path / "job.jsonl"
+    task = PlacementTask.uniform([ShardSpec(rows=9, dim=4, pooling_factor=1)], 1)
+    MeasurementStore(path).append(
+        Measurement(task=task, placement=(0,), error="out of memory", provenance=Provenance(device="NVIDIA H200"))
+    )
+    recorder = record_costs(torch.nn.Linear(1, 1), MeasurementStore(path))
+    with pytest.raises(ValueError, match="measurements of 'NVIDIA H200'.*different stores"):
         recorder.attach()

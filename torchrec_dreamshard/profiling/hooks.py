@@ -23,7 +23,7 @@ from torch import distributed, nn
 
 from torchrec_dreamshard.hardware import named_hardware
 from torchrec_dreamshard.measurement import TERMS, CostBreakdown, Measurement, Provenance
-from torchrec_dreamshard.profiling.devices import device_name, installed_versions, named_device
+from torchrec_dreamshard.profiling.devices import device_name, host_name, installed_versions, named_device
 from torchrec_dreamshard.profiling.live_model import (
     KernelLookups,
     LiveSharding,
@@ -53,6 +53,7 @@ class _RankWindow:
     """What one rank brings to a measurement."""
 
     host: str
+    device: str
     shards: list[ShardSpec]
     ms: np.ndarray[Any, np.dtype[np.float64]]
     """``N x 5``: the four terms and the uniform load of every step."""
@@ -97,10 +98,12 @@ class CostRecorder:
         """Starts recording with the next step.
 
         Raises:
-            ValueError: attached already, or the model has no sharded embedding module.
+            ValueError: attached already, the model has no sharded embedding module, or the store holds measurements
+                of another device.
         """
         if self._handles:
             raise ValueError("this recorder is attached already: detach it first")
+        self._store.check_device(device_name(self._device))
         shardings = find_shardings(self._model)
         self._handles.append(self._model.register_forward_pre_hook(self._on_step))
         for sharding in shardings:
@@ -214,11 +217,13 @@ class CostRecorder:
                 ms[row, term if is_whole else len(TERMS)] += elapsed_ms
         self._steps.clear()
         shards = [shard for lookups in self._lookups for shard in lookups.shards()]
-        windows = self._gather(_RankWindow(socket.gethostname(), shards, ms))
-        if windows is not None:
-            measurement = self._measurement(windows)
-            if measurement is not None:
+        windows = self._gather(_RankWindow(host_name(), device_name(self._device), shards, ms))
+        measurement = self._measurement(windows) if windows is not None else None
+        if measurement is not None:
+            try:
                 self._store.append(measurement)
+            except (OSError, ValueError) as error:  # the job is worth more than its records
+                logger.error("the costs of %d steps were not recorded: %s", measurement.provenance.repeats, error)
 
     def _gather(self, window: _RankWindow) -> list[_RankWindow] | None:
         """All ranks' windows on rank 0, None elsewhere."""
@@ -234,7 +239,7 @@ class CostRecorder:
         num_steps = min(len(window.ms) for window in windows)
         if not shards or num_steps == 0:
             return None
-        hosts = sorted({window.host for window in windows})
+        hosts = [window.host for window in windows]
         ms = np.stack([window.ms[:num_steps] for window in windows])
         medians = np.median(ms, axis=1)
         devices = tuple(
@@ -248,18 +253,19 @@ class CostRecorder:
             task=PlacementTask(shards, devices, self._hardware),
             placement=tuple(rank for rank, window in enumerate(windows) for _ in window.shards),
             cost=CostBreakdown(**terms, background_ms=medians[:, -1] if medians[:, -1].any() else None),
-            provenance=self._provenance(ms),
+            provenance=self._provenance(windows, ms),
         )
 
-    def _provenance(self, ms: np.ndarray[Any, np.dtype[np.float64]]) -> Provenance:
+    def _provenance(self, windows: list[_RankWindow], ms: np.ndarray[Any, np.dtype[np.float64]]) -> Provenance:
         return Provenance(
             host=socket.gethostname(),
-            device=device_name(self._device),
+            device=", ".join(sorted({window.device for window in windows})),
             profiler="record_costs",
             versions=installed_versions(),
             time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             repeats=ms.shape[1],
-            details={name: ms[:, :, term].round(_MS_DIGITS).tolist() for term, name in enumerate(TERMS)},
+            details={name: ms[:, :, term].round(_MS_DIGITS).tolist() for term, name in enumerate(TERMS)}
+            | {"hosts": [window.host for window in windows]},
         )
 
 
@@ -280,7 +286,8 @@ def record_costs(
 
     Args:
         model: a ``DistributedModelParallel`` that trains or evaluates.
-        store: rank 0 appends to it; the other ranks' is not touched.
+        store: rank 0 appends to it; the other ranks' is not touched. A record that cannot be written (a full disk) is
+            lost with a logged error, and the job goes on.
         steps_per_record: steps whose medians make one measurement (all of them are kept in its provenance).
         hardware: what the measurements say about the devices; None for the closest named device.
         group: the ranks of the model; None for the model's own.

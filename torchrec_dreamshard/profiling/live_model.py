@@ -6,10 +6,12 @@ A sharded module of TorchRec 1.8 has one entry per sharding in ``_sharding_types
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -67,6 +69,9 @@ def find_shardings(model: nn.Module) -> list[LiveSharding]:
 class KernelLookups:
     """What one kernel looks up, noted step by step without holding the device up.
 
+    Features may have batch sizes of their own (TorchRec's variable batch per feature): a table's batch is then the
+    mean over its features of the bags that reach it, and its pooling factor the lookups per such bag.
+
     Args:
         kernel: one of ``LiveSharding.kernels``.
     """
@@ -76,7 +81,8 @@ class KernelLookups:
         self._kernel: Any = kernel
         self._tables: Sequence[Any] = config.embedding_tables
         self._features = [len(table.feature_names) for table in self._tables]
-        self._steps: list[tuple[int, Tensor]] = []
+        self._first_feature = [sum(self._features[:table]) for table in range(len(self._tables) + 1)]
+        self._steps: list[tuple[list[int], Tensor]] = []
         self._sample: tuple[Tensor, Tensor] | None = None
         self._histograms: list[tuple[float, ...] | None] | None = None
 
@@ -84,12 +90,19 @@ class KernelLookups:
         """Notes one call of the kernel.
 
         Args:
-            arguments: its keyword arguments ``indices`` and ``offsets``.
+            arguments: its keyword arguments ``indices`` and ``offsets``, and with variable batches
+                ``batch_size_per_feature_per_rank``.
         """
-        offsets, num_features = arguments["offsets"], sum(self._features)
-        batch_size = (offsets.numel() - 1) // num_features
-        bounds = offsets[:: max(1, batch_size)][: num_features + 1].clone()
-        self._steps.append((batch_size, bounds))
+        offsets, num_features = arguments["offsets"], self._first_feature[-1]
+        variable = arguments.get("batch_size_per_feature_per_rank")
+        if variable:
+            firsts = [0, *itertools.accumulate(sum(of_ranks) for of_ranks in variable)]
+        else:
+            batch_size = (offsets.numel() - 1) // num_features
+            firsts = [feature * batch_size for feature in range(num_features + 1)]
+        table_firsts = [firsts[feature] for feature in self._first_feature]
+        bounds = offsets[torch.tensor(table_firsts).to(offsets.device, non_blocking=True)]
+        self._steps.append((table_firsts, bounds))
         if self._histograms is None and self._sample is None:
             self._sample = (arguments["indices"].clone(), bounds)
 
@@ -99,27 +112,22 @@ class KernelLookups:
             return []
         if self._sample is not None:
             indices, bounds = self._sample
-            self._histograms = [reuse_histogram(indices[start:end]) for start, end in self._spans(bounds)]
+            self._histograms = [
+                reuse_histogram(indices[start:end]) for start, end in itertools.pairwise(bounds.tolist())
+            ]
             self._sample = None
-        num_samples = sum(batch_size for batch_size, _ in self._steps)
-        totals = [0] * len(self._tables)
-        for _, bounds in self._steps:
-            for table, (start, end) in enumerate(self._spans(bounds)):
-                totals[table] += end - start
-        batch_size = max(1, round(num_samples / len(self._steps)))
+        num_bags = np.diff([firsts for firsts, _ in self._steps]).sum(axis=0)
+        num_lookups = np.diff([bounds.tolist() for _, bounds in self._steps]).sum(axis=0)
+        num_samples = num_bags / self._features
+        batch_sizes = np.maximum(1, np.round(num_samples / len(self._steps))).astype(int)
+        poolings = num_lookups / np.maximum(num_samples, 1)
         self._steps.clear()
         return [
-            self._shard(table, batch_size, total / max(1, num_samples), histogram)
-            for table, total, histogram in zip(self._tables, totals, self._histograms or (), strict=True)
+            self._shard(table, int(batch_size), float(pooling), histogram)
+            for table, batch_size, pooling, histogram in zip(
+                self._tables, batch_sizes, poolings, self._histograms or (), strict=True
+            )
         ]
-
-    def _spans(self, bounds: Tensor) -> list[tuple[int, int]]:
-        """Where each table's ids start and end."""
-        edges, spans, feature = bounds.tolist(), [], 0
-        for num_features in self._features:
-            spans.append((edges[min(feature, len(edges) - 1)], edges[min(feature + num_features, len(edges) - 1)]))
-            feature += num_features
-        return spans
 
     def _shard(
         self, table: Any, batch_size: int, pooling_factor: float, histogram: tuple[float, ...] | None
