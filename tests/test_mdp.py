@@ -107,6 +107,9 @@ def test_features_do_not_depend_on_the_unit_of_time():
         episodes.advance(seen, torch.tensor([1]))
     seen = episodes.observe()
     scaled = seen._replace(
-        **{n: 7.0 * getattr(seen, n) for n in ("load", "load_with", "background", "shard", "placed", "remaining")}
+        **{
+            name: 7.0 * getattr(seen, name)
+            for name in ("load", "load_with", "background", "shard", "largest", "placed", "balanced", "to_come")
+        }
     )
     assert torch.allclose(policy().features(seen), policy().features(scaled), atol=1e-5)

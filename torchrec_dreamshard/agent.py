@@ -35,7 +35,7 @@ from torchrec_dreamshard.rollout import roll_out
 from torchrec_dreamshard.types import PlacementTask
 
 FORMAT = "torchrec_dreamshard.agent"
-VERSION = 1
+VERSION = 2
 SHIPPED = ("cpu", "cuda")
 """Agents that come with the package."""
 

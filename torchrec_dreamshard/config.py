@@ -54,7 +54,7 @@ class PolicyConfig:
     hidden: int = 32
     """Width of the default's layers (paper: 128, 64 and 32)."""
     greed: float = 30.0
-    """How much the untrained default prefers the least loaded device: logits per balanced final load."""
+    """How much the untrained default prefers devices whose imbalance grows less: logits per balanced final load."""
 
     def __post_init__(self) -> None:
         if self.form not in ("default", "paper"):
@@ -111,6 +111,9 @@ class TrainConfig:
     num_imitations: int = 20
     """Updates of a round that imitate the refined placements of ``tasks_per_update`` tasks, before REINFORCE
     (paper: none)."""
+    num_validations: int = 16
+    """Practice tasks that the policy before, within and after the updates of a round places greedily under the cost
+    model; the best one stays (paper: none, the last one stays)."""
     cost: CostConfig = CostConfig()
     policy: PolicyConfig = PolicyConfig()
     search: SearchConfig = SearchConfig()
@@ -118,7 +121,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("num_iterations", "tasks_per_update", "num_episodes"):
             _check(self, name, 1)
-        for name in ("num_measurements", "num_updates", "num_imitations", "entropy_weight"):
+        for name in ("num_measurements", "num_updates", "num_imitations", "num_validations", "entropy_weight"):
             _check(self, name, 0)
         _check(self, "learning_rate", 0, exclusive=True)
 
@@ -133,6 +136,7 @@ class TrainConfig:
             learning_rate=5e-4,
             diversify=False,
             num_imitations=0,
+            num_validations=0,
             cost=CostConfig(form="paper", num_steps=300, batch_size=64, learning_rate=5e-4),
             policy=PolicyConfig(form="paper"),
         )

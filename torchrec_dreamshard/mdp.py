@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from torchrec_dreamshard.cost_model import CostModel
 from torchrec_dreamshard.features import SHARD_INDEX, TaskTensors, batch_tasks, placement_latents
@@ -49,10 +50,16 @@ class Observation(NamedTuple):
     """``N x 2``: memory of the shards to come over all that is free, in [0, 1]."""
     shard: Tensor
     """``N x 3``: the shard's load alone on a device."""
+    largest: Tensor
+    """``N x 3``: largest load of any device so far, background counted as backward compute."""
     placed: Tensor
-    """``N x 3``: all devices' load so far."""
-    remaining: Tensor
-    """``N x 3``: load of the shards to come, this one included, each alone on a device."""
+    """``N x 3``: all devices' load so far, with the background."""
+    balanced: Tensor
+    """``N x 3``: load of a device that carries an equal share of all shards and of the background."""
+    num_to_come: Tensor
+    """``N``: shards to come, this one included."""
+    to_come: Tensor
+    """``N x 2``: sum and root of the sum of squares of their loads, each alone on a device."""
     num_devices: Tensor
     """``N``."""
 
@@ -92,6 +99,7 @@ class EstimatedMDP:
         with torch.no_grad():
             self.latents: Tensor = cost_model.encode(self.tensors)
             self.shard_load: Tensor = self._shard_loads()
+            self.balanced: Tensor = self._balanced_load()
         cost = self.shard_load.sum(dim=-1).masked_fill(~self.tensors.shard_mask, -1.0)
         self.order: Tensor = cost.argsort(dim=1, descending=True, stable=True)
         """``B x S``: shards in the order in which they are placed, padding last."""
@@ -114,6 +122,13 @@ class EstimatedMDP:
         rate = exchange_rate(predicted.forward_comms_ms + predicted.backward_comms_ms, sent, tensors.device_mask)
         exchange = values * rate[:, None]
         return torch.cat([compute * tensors.shard_mask[..., None], exchange[..., None]], dim=-1)
+
+    def _balanced_load(self) -> Tensor:
+        """``B x 3``: load of a device that carries an equal share of all shards."""
+        num_devices = self.tensors.device_mask.sum(dim=1, keepdim=True)
+        share = self.latents.sum(dim=1) / num_devices
+        compute = self.cost_model.device_compute(share, self.tensors.hardware).clamp(min=0)
+        return torch.cat([compute, self.shard_load[..., 2].sum(dim=1, keepdim=True) / num_devices], dim=-1)
 
     def step_ms(self, placements: Tensor) -> Tensor:
         """Predicted steps of ``B x E x S`` placements: ``B x E``."""
@@ -158,11 +173,17 @@ class Episodes:
         self._latents = repeat(_reorder(mdp.latents, mdp.order))
         self._shard_load = repeat(_reorder(mdp.shard_load, mdp.order))
         self._need = repeat(_reorder(tensors.memory_bytes, mdp.order))
-        self._remaining = _sums_to_come(self._shard_load)
+        alone = self._shard_load.sum(dim=-1, keepdim=True)
+        sums = _sums_to_come(torch.cat([alone, alone.square()], dim=-1))
+        self._to_come = torch.stack([sums[..., 0], sums[..., 1].sqrt()], dim=-1)
+        self._num_to_come = _sums_to_come(self.active[..., None].to(alone.dtype)).squeeze(-1)
         self._need_to_come = _sums_to_come(self._need)
         self._device_mask = repeat(tensors.device_mask)
         self._num_devices = self._device_mask.sum(dim=1).float()
         self._background = repeat(tensors.background_ms)
+        # Background delays what follows the exchanges, as backward compute does.
+        self._delay = functional.pad(self._background[..., None], (1, 1))
+        self._balanced = repeat(mdp.balanced) + self._delay.sum(dim=1) / self._num_devices[:, None]
         self._capacity = repeat(tensors.capacity_bytes)
         self._hardware = repeat(tensors.hardware)[:, None, :]
         self._host = repeat(tensors.host.clamp(min=0))
@@ -214,8 +235,11 @@ class Episodes:
             room=(left / capacity.clamp(min=1)).clamp(-1, 1).float(),
             tightness=(self._need_to_come[:, step] / free.clamp(min=1)).clamp(0, 1).float(),
             shard=shard,
-            placed=self.load.sum(dim=1),
-            remaining=self._remaining[:, step],
+            largest=(self.load + self._delay).amax(dim=1),
+            placed=(self.load + self._delay).sum(dim=1),
+            balanced=self._balanced,
+            num_to_come=self._num_to_come[:, step],
+            to_come=self._to_come[:, step],
             num_devices=self._num_devices,
         )
 

@@ -2,8 +2,13 @@
 
 ``PolicyNetwork`` sees the shard in hand, every device's predicted load with and without it, the room in memory and
 what is still to come. All loads enter relative to the balanced final load, so one network serves any number of
-shards and devices and any hardware. Its score is a greedy rule (least load after placing) plus a learned
-correction that starts at zero: an untrained policy already is the greedy placer of its cost model.
+shards and devices and any hardware.
+
+Its score is a greedy rule with learned weights plus a learned correction that starts at zero, so an untrained policy
+already is a good placer of its cost model. A step is as long as the slowest forward, exchange and backward, on
+whichever devices these are: the rule takes the device where the imbalance of the parts grows least, measured as
+powers of a part's load over its balanced final load. Powers mind an imbalance long before it makes a device the slowest
+one, and the higher the power the more only the slowest devices count.
 
 ``PaperPolicyNetwork`` is DreamShard's own form (arXiv 2210.02023, section 3.3), which sees only what is placed.
 """
@@ -21,8 +26,14 @@ from torchrec_dreamshard.features import Normalizer, TaskTensors
 from torchrec_dreamshard.mdp import NUM_PARTS, Observation
 from torchrec_dreamshard.paper_cost_network import paper_features
 
-NUM_POLICY_FEATURES = 3 * NUM_PARTS + 12
-_TOTAL, _NEW_MAX = 3 * NUM_PARTS, 3 * NUM_PARTS + 1
+POWERS = (4, 8, 16)
+"""Of the imbalances in the greedy rule."""
+NUM_RULE_FEATURES = (NUM_PARTS + 1) * len(POWERS) + 2
+"""The greedy rule's features, which come first."""
+NUM_POLICY_FEATURES = NUM_RULE_FEATURES + 7 * NUM_PARTS + 11
+_FIRST_RULE = (*([0.0] * 4), 1.0, 1.0, 1.0, 0.0, *([0.0] * 4), 1.0, 0.0)
+"""The untrained rule: the parts' imbalance in the middle power, and the growth of their maxima."""
+_LARGEST = 1e4  # keeps 16th powers of loads far beyond balance finite
 
 
 class Policy(nn.Module, ABC):
@@ -69,7 +80,7 @@ class PolicyNetwork(Policy):
         self.device = nn.Linear(NUM_POLICY_FEATURES, config.hidden)
         self.mix = nn.Linear(3 * config.hidden, config.hidden)
         self.out = nn.Linear(config.hidden, 1)
-        self.greed = nn.Parameter(torch.tensor([config.greed, config.greed]))
+        self.rule = nn.Parameter(config.greed * torch.tensor(_FIRST_RULE))
 
     def reset(self, generator: torch.Generator) -> None:
         """Draws the weights anew; the correction starts at zero."""
@@ -79,7 +90,7 @@ class PolicyNetwork(Policy):
                 layer.bias.zero_()
             self.out.weight.zero_()
             self.out.bias.zero_()
-            self.greed.fill_(self.config.greed)
+            self.rule.copy_(self.config.greed * torch.tensor(_FIRST_RULE))
 
     def encode(self, tasks: TaskTensors) -> Tensor:
         """See ``Policy.encode``."""
@@ -89,44 +100,46 @@ class PolicyNetwork(Policy):
         """See ``Policy.features``."""
         o = observation
         devices = o.num_devices[:, None]
-        background = o.background
-        mask = o.legal
-        # The balanced final load per device, the unit of all loads.
-        parts = (o.placed + o.remaining) / devices
-        unit = (parts.sum(dim=-1, keepdim=True) + background.mean(dim=1, keepdim=True)).clamp(min=1e-9)
-        load, load_with = o.load / unit[..., None], o.load_with / unit[..., None]
-        total = (load_with.sum(dim=-1) + background / unit).unsqueeze(-1)
-        largest = load.amax(dim=1, keepdim=True)
-        least = total.masked_fill(~mask[..., None], torch.inf).amin(dim=1, keepdim=True)
+        background = functional.pad(o.background[..., None], (1, 1))  # counted as backward compute
+        unit = o.balanced.sum(dim=-1, keepdim=True).clamp(min=1e-9)
+
+        def relative(loads: Tensor) -> Tensor:
+            return loads / (unit if loads.dim() == 2 else unit[..., None])
+
+        load, load_with = relative(o.load + background), relative(o.load_with + background)
+        largest, final = relative(o.largest)[:, None, :], relative(o.balanced)[:, None, :]
+        total = load_with.sum(dim=-1, keepdim=True)
+        least = total.masked_fill(~o.legal[..., None], torch.inf).amin(dim=1, keepdim=True)
         over = load_with - largest
-        own = torch.cat(
-            [
-                load_with,
-                load_with - load,
-                over,
-                total,
-                over.clamp(min=0).sum(dim=-1, keepdim=True),
-                total - least,
-                (background / unit).unsqueeze(-1),
-                o.host_exchange.unsqueeze(-1),
-                o.room,
-            ],
-            dim=-1,
-        )
-        common = torch.cat(
-            [
-                o.tightness,
-                o.shard.sum(dim=-1, keepdim=True) / unit,
-                o.remaining.sum(dim=-1, keepdim=True) / unit / devices,
-                torch.log(devices) / 5.0,
-            ],
-            dim=-1,
-        )
-        return torch.cat([own, common[:, None, :].expand(-1, own.shape[1], -1)], dim=-1).clamp(-10, 10)
+        own = [
+            _imbalance_growth(load, load_with, final),
+            over.clamp(min=0).sum(dim=-1, keepdim=True),
+            total,
+            load_with,
+            load_with - load,
+            load_with - final,
+            over,
+            total - least,
+            relative(o.background)[..., None],
+            o.host_exchange[..., None],
+            o.room,
+        ]
+        common = [
+            o.tightness,
+            relative(o.shard),
+            relative(o.balanced),
+            relative(o.balanced - o.placed / devices),
+            relative(o.to_come[:, :1]) / devices,
+            relative(o.to_come[:, 1:]),
+            torch.log1p(o.num_to_come[:, None] / devices),
+            torch.log(devices) / 5.0,
+        ]
+        shared = torch.cat(common, dim=-1)[:, None, :].expand(-1, load.shape[1], -1)
+        return torch.cat([*own, shared], dim=-1).clamp(-_LARGEST, _LARGEST)
 
     def scores(self, features: Tensor, own: Tensor, legal: Tensor) -> Tensor:
         """See ``Policy.scores``."""
-        hidden = functional.relu(self.device(features))
+        hidden = functional.relu(self.device(features.clamp(-10, 10)))
         weight = legal.to(hidden.dtype).unsqueeze(-1)
         mean = (hidden * weight).sum(dim=-2, keepdim=True) / weight.sum(dim=-2, keepdim=True).clamp(min=1)
         largest = (hidden * weight).amax(dim=-2, keepdim=True)
@@ -136,7 +149,28 @@ class PolicyNetwork(Policy):
         mixed = functional.linear(hidden, self.mix.weight[:, :first], self.mix.bias)
         mixed = functional.relu(mixed + functional.linear(pooled, self.mix.weight[:, first:]))
         correction: Tensor = self.out(mixed).squeeze(-1)
-        return correction - self.greed[0] * features[..., _TOTAL] - self.greed[1] * features[..., _NEW_MAX]
+        return correction - features[..., :NUM_RULE_FEATURES] @ self.rule
+
+
+def _imbalance_growth(load: Tensor, load_with: Tensor, balanced: Tensor) -> Tensor:
+    """By how much placing a shard raises a device's share of the imbalances.
+
+    Args:
+        load: ``... x 3``, any unit.
+        load_with: ``... x 3``, with the shard.
+        balanced: ``... x 3``, of a device at the end if all are equal.
+
+    Returns:
+        ``... x 4 len(POWERS)``, for each power the three parts and their sum.
+    """
+
+    def with_sum(parts: Tensor) -> Tensor:
+        return torch.cat([parts, parts.sum(dim=-1, keepdim=True)], dim=-1)
+
+    weight = with_sum(balanced)
+    scale = weight.clamp(min=1e-6)
+    before, after = with_sum(load) / scale, with_sum(load_with) / scale
+    return torch.cat([weight * (after**power - before**power) for power in POWERS], dim=-1)
 
 
 class PaperPolicyNetwork(Policy):

@@ -189,13 +189,29 @@ class Trainer:
         if not self.fitted:
             return
         self.policy.train()
+        states = [copy.deepcopy(self.policy.state_dict())]
         if self.config.num_imitations:
             mdp, trail = self._refined_trail()
             for _ in range(self.config.num_imitations):
                 self._update(self._imitation_loss(mdp, trail), "imitate")
+            states.append(copy.deepcopy(self.policy.state_dict()))
         for _ in range(self.config.num_updates):
-            self._update(self._reinforce_loss(self._practice()), "improve")
+            self._update(self._reinforce_loss(self._practice(self.config.tasks_per_update)), "improve")
+        states.append(copy.deepcopy(self.policy.state_dict()))
         self.policy.eval()
+        if self.config.num_validations:
+            self._keep_best(states)
+
+    def _keep_best(self, states: Sequence[dict[str, Tensor]]) -> None:
+        """Takes the policy with the shortest steps: acting greedily is not what the updates train."""
+        mdp = self._practice(self.config.num_validations)
+        steps = []
+        for state in states:
+            self.policy.load_state_dict(state)
+            rollout = roll_out(mdp, self.policy)
+            assert rollout is not None
+            steps.append(float(rollout.step_ms.clamp(min=1e-9).log().mean()))
+        self.policy.load_state_dict(states[int(np.argmin(steps))])
 
     def _update(self, loss: Tensor, phase: str) -> None:
         self.optimizer.zero_grad()
@@ -205,9 +221,9 @@ class Trainer:
         self.schedule.step()
         self._advance(phase)
 
-    def _practice(self) -> EstimatedMDP:
-        """Tasks for one update."""
-        tasks = self._draw_tasks(self.config.tasks_per_update)
+    def _practice(self, count: int) -> EstimatedMDP:
+        """``count`` tasks to learn from."""
+        tasks = self._draw_tasks(count)
         if self.config.diversify:
             tasks = [vary_task(task, self.tasks, self.numbers) for task in tasks]
         return EstimatedMDP(self.cost_model, tasks)
@@ -226,7 +242,7 @@ class Trainer:
 
     def _refined_trail(self) -> tuple[EstimatedMDP, Trail]:
         """Refined placements of some tasks, as episodes to imitate."""
-        mdp = self._practice()
+        mdp = self._practice(self.config.tasks_per_update)
         follow = torch.zeros(mdp.order.shape, dtype=torch.int64)
         for row, task in enumerate(mdp.tasks):
             single = EstimatedMDP(self.cost_model, [task])
