@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.planner.types import PartitionByType, ShardingOption, Topology
 from torchrec.distributed.types import ShardingType
 
 from torchrec_dreamshard.measurement import FloatArray
@@ -21,7 +21,8 @@ TableKey = tuple[str, str]
 """Module path and table name."""
 Choice = dict[TableKey, ShardingOption]
 
-_FULL_SHARE = 0.95  # of all memory: above, no packing is likely to succeed
+FULL_SHARE = 0.95
+"""Share of all memory above which no packing is likely to succeed."""
 _COLUMN_TYPES = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 
 
@@ -61,6 +62,24 @@ def capacities(topology: Topology) -> FloatArray:
     return np.array([(d.storage.hbm, d.storage.ddr, d.storage.ssd) for d in topology.devices], dtype=np.float64)
 
 
+def shared_rooms(choice: Choice, topology: Topology) -> list[tuple[list[TableKey], FloatArray]]:
+    """Tables that share memory, and how much: each tower that of the roomiest host, then all tables that of all."""
+    capacity = capacities(topology)
+    hosts = by_host(capacity, topology).sum(axis=1)
+    towers: dict[str, list[TableKey]] = {}
+    for key, option in choice.items():
+        if option.dependency:
+            towers.setdefault(option.dependency, []).append(key)
+    rooms = [(keys, hosts[hosts[:, 0].argmax()]) for _, keys in sorted(towers.items())]
+    return [*rooms, (list(choice), capacity.sum(axis=0))]
+
+
+def by_host(values: FloatArray, topology: Topology) -> FloatArray:
+    """``D x 3`` values as ``hosts x devices x 3``; TorchRec leaves out the devices of a host that is not whole."""
+    width = int(topology.intra_group_size)
+    return values[: len(values) // width * width].reshape(-1, width, values.shape[1])
+
+
 def total_need(option: ShardingOption) -> FloatArray:
     """Bytes of all shards of an option, by memory."""
     needs: FloatArray = np.stack([need_of(shard) for shard in option.shards])
@@ -86,7 +105,7 @@ def plainest(tables: Mapping[TableKey, Sequence[ShardingOption]]) -> Choice:
 
 
 def cheapest(tables: Mapping[TableKey, Sequence[ShardingOption]], capacity: FloatArray, costs: PlanCosts) -> Choice:
-    """The option of least predicted work of every table among those that fit alone, relieved until all fit together.
+    """The option of least predicted work of every table among those that fit alone.
 
     Where table-wise fits it is the least work by construction, so nothing is predicted for such tables.
     """
@@ -104,7 +123,7 @@ def cheapest(tables: Mapping[TableKey, Sequence[ShardingOption]], capacity: Floa
             choice[key] = fitting[0]
         else:
             choice[key] = min(fitting, key=lambda option: (total_ms(option, costs), variant_order(option)))
-    return relieve(tables, choice, capacity.sum(axis=0) * _FULL_SHARE, costs)
+    return choice
 
 
 def _is_open(variants: Sequence[ShardingOption], capacity: FloatArray) -> bool:
@@ -113,34 +132,101 @@ def _is_open(variants: Sequence[ShardingOption], capacity: FloatArray) -> bool:
 
 
 def relieve(
-    tables: Mapping[TableKey, Sequence[ShardingOption]], choice: Choice, room: FloatArray, costs: PlanCosts
+    tables: Mapping[TableKey, Sequence[ShardingOption]],
+    choice: Choice,
+    room: FloatArray,
+    capacity: FloatArray,
+    costs: PlanCosts,
 ) -> Choice:
-    """Moves tables out of HBM, least predicted time per byte first, until all fit into ``room`` (three memories)."""
-    choice = dict(choice)
-    used = np.sum([total_need(option) for option in choice.values()], axis=0)
-    if used[0] > room[0]:
-        costs.warm_up(option for variants in tables.values() for option in variants)
-    while used[0] > room[0]:
-        swaps: list[tuple[float, TableKey, ShardingOption]] = []
-        for key, variants in tables.items():
-            now = total_need(choice[key])
-            for option in variants:
-                saved = now[0] - total_need(option)[0]
-                if saved > 0:
-                    slower = total_ms(option, costs) - total_ms(choice[key], costs)
-                    swaps.append((slower / saved, key, option))
-        swaps.sort(key=lambda swap: (swap[0], swap[1], variant_order(swap[2])))
-        moved: set[TableKey] = set()
-        for _, key, option in swaps:
-            if used[0] <= room[0]:
-                break
-            after = used - total_need(choice[key]) + total_need(option)
-            if key not in moved and after[1] <= max(room[1], used[1]) and after[2] <= max(room[2], used[2]):
-                choice[key], used = option, after
-                moved.add(key)
-        if not moved:
+    """Moves tables out of HBM until all fit.
+
+    First those that lose least predicted time per byte; where host memory is too short for that, those that free most.
+
+    Args:
+        tables: options of the tables that share the memory.
+        choice: an option of each.
+        room: bytes of the three memories that they share.
+        capacity: of the devices, ``D x 3``: what fits on none of them is no way out.
+        costs: predicts.
+    """
+    needs = {id(option): total_need(option) for variants in tables.values() for option in variants}
+    if sum(needs[id(option)][0] for option in choice.values()) <= room[0]:
+        return dict(choice)
+    costs.warm_up(option for variants in tables.values() for option in variants)
+    swaps: list[tuple[float, float, TableKey, ShardingOption]] = []
+    for key, variants in tables.items():
+        for option in variants:
+            saved = float(needs[id(choice[key])][0] - needs[id(option)][0])
+            # a coarser split may need less in all, but is harder to pack
+            finer_or_equal = _largest(option)[0] <= _largest(choice[key])[0]
+            if saved > 0 and finer_or_equal and fits_alone(option, capacity):
+                slower = total_ms(option, costs) - total_ms(choice[key], costs)
+                swaps.append((slower / saved, saved, key, option))
+    cheap = sorted(swaps, key=lambda swap: (swap[0], swap[2], variant_order(swap[3])))
+    large = sorted(swaps, key=lambda swap: (-swap[1], swap[2], variant_order(swap[3])))
+    return _swapped([swap[2:] for swap in cheap], choice, needs, room, large_next=[swap[2:] for swap in large])
+
+
+def _swapped(
+    swaps: Sequence[tuple[TableKey, ShardingOption]],
+    choice: Choice,
+    needs: Mapping[int, FloatArray],
+    room: FloatArray,
+    large_next: Sequence[tuple[TableKey, ShardingOption]] = (),
+) -> Choice:
+    """The choice with swaps made in order until HBM suffices, one or more for a table, each freeing more of it."""
+    out = dict(choice)
+    used: FloatArray = np.sum([needs[id(option)] for option in out.values()], axis=0)
+    for key, option in swaps:
+        if used[0] <= room[0]:
             break
-    return choice
+        after = used - needs[id(out[key])] + needs[id(option)]
+        if after[0] < used[0] and np.all(after[1:] <= np.maximum(room[1:], used[1:])):
+            out[key], used = option, after
+    if used[0] <= room[0] or not large_next:
+        return out
+    other = _swapped(large_next, choice, needs, room)
+    return min(out, other, key=lambda c: float(sum(needs[id(option)][0] for option in c.values())))
+
+
+def packable(tables: Mapping[TableKey, Sequence[ShardingOption]], choice: Choice, topology: Topology) -> Choice:
+    """The choice with its largest shards split until it packs by a simple rule; as it is where that is no way."""
+    capacity, count = capacities(topology), 1
+    split: Choice | None = choice
+    while split is not None and not packs(split, topology):
+        split, count = finer(tables, split, capacity, count), 2 * count
+    return choice if split is None else split
+
+
+def packs(choice: Choice, topology: Topology) -> bool:
+    """Whether a choice fits when large shards come first and each goes where most room is left.
+
+    True is certain but for towers, whose tables this spreads over hosts; False is not: a search may find a way.
+    """
+    free, width = capacities(topology), int(topology.intra_group_size)
+    scale = np.maximum(free.mean(axis=0), 1.0)
+    whole: list[FloatArray] = []
+    spread: list[FloatArray] = []
+    for option in choice.values():
+        needs = [need_of(shard) for shard in option.shards]
+        if lives_whole(option):
+            whole.extend(needs)
+        elif option.partition_by == PartitionByType.UNIFORM.value and len(needs) == len(free):
+            free -= np.stack(needs)
+        else:
+            spread.extend(np.stack(needs[start : start + width]) for start in range(0, len(needs), width))
+    for block in sorted(spread, key=lambda rows: -float((rows / scale).sum())):
+        room = by_host(free / scale, topology).min(axis=(1, 2))
+        start = int(room.argmax()) * width
+        free[start : start + len(block)] -= block
+    for need in sorted(whole, key=lambda need: -float((need / scale).sum())):
+        left = free - need
+        fits = np.all(left >= 0, axis=1)
+        if not fits.any():
+            return False
+        device = int(np.where(fits, (left / scale).sum(axis=1), -np.inf).argmax())
+        free[device] = left[device]
+    return bool(np.all(free >= 0))
 
 
 def finer(

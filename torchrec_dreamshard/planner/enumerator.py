@@ -51,11 +51,12 @@ MIN_COLUMNS = 16
 """Columns below which an unconstrained table is not split: narrower rows waste the memory's lines."""
 
 PACKED_SHARE = 0.75
-"""Share of host memory that tables are sure to find after reservations and with gaps between them."""
+"""Share of memory that tables are sure to find after reservations and with gaps between them."""
 
 _SEQUENCE_SUFFIX = "EmbeddingCollection"
 _BAG_COLLECTION = "torchrec.modules.embedding_modules.EmbeddingBagCollection"
 _TOWERS = ("EmbeddingTower", "EmbeddingTowerCollection")  # few types are left to them: all are offered
+_ROW_TYPES = frozenset({ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value})
 _COLUMN_TYPES = frozenset({ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value})
 
 
@@ -110,7 +111,7 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         super().__init__(topology, batch_size, constraints, estimator, use_exact_enumerate_order=True)
         self._topology = topology
         self._facts: dict[str, TableFacts] = {}
-        self._row_wise_bags: frozenset[str] = frozenset()
+        self._short_of_room: frozenset[str] = frozenset()
         self._corrects_storage = estimator is None
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
@@ -121,10 +122,10 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         """
         self._check_sharders(module, sharders)
         self._facts = describe_tables(module, sharders, self._constraints, self._topology, self._batch_size)
-        self._row_wise_bags = frozenset()
+        self._short_of_room = frozenset()
         options = self._enumerate(module, sharders)
-        if self._compute_device == "cpu" and self._is_short(options):
-            self._row_wise_bags = largest_tables(self._facts, self._world_size)
+        if self._world_size > 1 and self._is_short(options):
+            self._short_of_room = largest_tables(self._facts, self._world_size)
             self._last_stored_module = None  # TorchRec's cache of the last search space
             options = self._enumerate(module, sharders)
         return sorted(options, key=option_order)
@@ -137,13 +138,14 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         return self._vary_columns(self._couple_sequence_widths(options))
 
     def _is_short(self, options: Sequence[ShardingOption]) -> bool:
-        """Whether host memory may be too small for these options: the finest of each table do not pack easily."""
+        """Whether memory may be too small for these options: the finest of each table do not pack easily."""
+        memory = "ddr" if self._compute_device == "cpu" else "hbm"
         finest: dict[tuple[str, str], list[int]] = {}
-        for option in options:
-            sizes = [shard.storage.ddr if shard.storage is not None else 0 for shard in option.shards]
+        for option in (o for o in options if "uvm" not in o.compute_kernel):
+            sizes = [int(getattr(shard.storage, memory, 0)) for shard in option.shards]
             key = (option.path, option.name)
             finest[key] = min(finest.get(key, sizes), sizes, key=max)
-        rooms = [-PACKED_SHARE * device.storage.ddr for device in self._topology.devices]
+        rooms = [-PACKED_SHARE * getattr(device.storage, memory) for device in self._topology.devices]
         heapq.heapify(rooms)
         for size in sorted((size for sizes in finest.values() for size in sizes), reverse=True):
             if -rooms[0] < size:
@@ -219,7 +221,7 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         constrained = bool(constraint and constraint.sharding_types)
         allowed = list(allowed_sharding_types)
         row_wise = ShardingType.ROW_WISE.value
-        on_request = constrained or name in self._row_wise_bags
+        on_request = constrained or name in self._short_of_room
         if on_request and row_wise not in allowed and self._compute_device == "cpu" and sharder_key == _BAG_COLLECTION:
             # runs on Gloo since TorchRec 1.7, but is not offered: taken if asked for, or if memory is short
             allowed.append(row_wise)
@@ -232,10 +234,8 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             return types
         if facts.dim % 4:  # not even data-parallel, which runs without the fused optimizer: the user decides
             types = [kind for kind in types if kind != ShardingType.DATA_PARALLEL.value]
-        return [kind for kind in types if self._pays(kind, facts) or self._is_last_resort(name, kind)] or types
-
-    def _is_last_resort(self, name: str, kind: str) -> bool:
-        return kind == ShardingType.ROW_WISE.value and name in self._row_wise_bags
+        needed = _ROW_TYPES if name in self._short_of_room else ()
+        return [kind for kind in types if kind in needed or self._pays(kind, facts)] or types
 
     @staticmethod
     def _is_sequence(sharder_key: str) -> bool:

@@ -10,6 +10,18 @@ from torchrec.distributed.planner.utils import storage_repr_in_gb
 if TYPE_CHECKING:
     from torchrec_dreamshard.planner.search import Search
 
+_WAYS_OUT = {
+    "cpu": (
+        "allow column_wise (a smaller min_partition gives narrower shards), or row_wise, which an "
+        "EmbeddingBagCollection takes on a cpu where sharding_types name it"
+    ),
+    "cuda": (
+        "allow column_wise (a smaller min_partition gives narrower shards), row_wise or table_row_wise; or a kernel "
+        "that keeps the weights elsewhere: fused_uvm_caching (host memory with a cache in HBM, whose size is "
+        "cache_params.load_factor), fused_uvm (host memory alone) or key_value (SSD)"
+    ),
+}
+
 
 def no_plan_error(search: Search, topology: Topology, constraint: Topology, batch_size: int) -> PlannerError:
     """TorchRec's error for a model without a plan, with the same type, led by what did not fit.
@@ -35,7 +47,7 @@ def no_plan_error(search: Search, topology: Topology, constraint: Topology, batc
         f"  1) more devices (now {topology.world_size}) or devices with more memory\n"
         "  2) smaller tables, or weights of lower precision\n"
         f"  3) a smaller batch (now {batch_size} samples per rank) or storage reservation\n"
-        "  4) fewer constraints: allow column_wise, row_wise or fused_uvm_caching for the table named above"
+        f"  4) fewer constraints for the table named above: {_WAYS_OUT.get(topology.compute_device, _WAYS_OUT['cuda'])}"
     )
     kind = PlannerErrorType.INSUFFICIENT_STORAGE if too_large else PlannerErrorType.STRICT_CONSTRAINTS
     return PlannerError(text, kind)

@@ -74,6 +74,10 @@ class DreamShardProposer(Proposer):  # type: ignore[misc]
         self._num_proposed = 0
         self.deadline = time.monotonic() + self._time_budget_s
 
+    def use(self, topology: Topology) -> None:
+        """Sets the devices of the plans to come, so that already the first proposal is made for them."""
+        self._given_topology = topology
+
     def load(
         self,
         search_space: List[ShardingOption],
@@ -85,7 +89,7 @@ class DreamShardProposer(Proposer):  # type: ignore[misc]
         if self._topology is None:
             self._next = choices.plainest(self._tables)
         else:
-            self._next = choices.cheapest(self._tables, choices.capacities(self._topology), self._costs())
+            self._next = self._start(self._topology)
 
     def propose(self) -> Optional[List[ShardingOption]]:
         """The next proposal, one option per table; None when no change promises anything, or time is over."""
@@ -123,6 +127,18 @@ class DreamShardProposer(Proposer):  # type: ignore[misc]
         elif self._failures < _MAX_FAILURES and time.monotonic() < self.deadline:
             self._next = self._improved()
 
+    def _start(self, topology: Topology) -> Choice:
+        choice = choices.cheapest(self._tables, choices.capacities(topology), self._costs())
+        return choices.packable(self._tables, self._relieved(choice, topology, choices.FULL_SHARE), topology)
+
+    def _relieved(self, choice: Choice, topology: Topology, share: float) -> Choice:
+        """The choice with tables moved out of HBM until each tower fits on a host, and all fit together."""
+        capacity = choices.capacities(topology)
+        for keys, room in choices.shared_rooms(choice, topology):
+            tables, now = {key: self._tables[key] for key in keys}, {key: choice[key] for key in keys}
+            choice = {**choice, **choices.relieve(tables, now, room * (share, 1, 1), capacity, self._costs())}
+        return choice
+
     def _costs(self) -> PlanCosts:
         assert self._topology is not None
         return self._source.on(self._topology)
@@ -130,19 +146,20 @@ class DreamShardProposer(Proposer):  # type: ignore[misc]
     def _repaired(self, choice: Choice, *, start_over: bool) -> Choice | None:
         """What to try after a proposal that could not be placed."""
         assert self._topology is not None
-        capacity = choices.capacities(self._topology)
         self._repairs += 1
         if self._repairs > _MAX_REPAIRS:
             return None
         if start_over:
-            fitting = choices.cheapest(self._tables, capacity, self._costs())
+            fitting = self._start(self._topology)
             if fitting != choice:
                 return fitting
         # every failure asks for more: finer shards and a little more room in HBM
-        room = capacity.sum(axis=0) * (0.95 - 0.05 * self._repairs)
-        relieved = choices.relieve(self._tables, choice, room, self._costs())
-        split = choices.finer(self._tables, relieved, capacity, 2 ** (self._repairs - 1))
-        return split or (relieved if relieved != choice else None)
+        capacity = choices.capacities(self._topology)
+        relieved = self._relieved(choice, self._topology, choices.FULL_SHARE - 0.05 * self._repairs)
+        split = choices.packable(self._tables, relieved, self._topology)
+        if split == choice:
+            split = choices.finer(self._tables, split, capacity, 2 ** (self._repairs - 1)) or choice
+        return split if split != choice else None
 
     def _improved(self) -> Choice | None:
         """The best plan with the changes that promise most on its slowest devices; None when none does."""
@@ -247,7 +264,7 @@ class _ChangeSearch:
             load[rank] -= self._costs.option_ms(now)
         if not lives_whole(option):
             width = option.num_shards
-            ranks = tuple(range(width)) if width == len(load) else _lightest_block(load, width)
+            ranks = _lightest_block(load, width)
         else:
             own = self._costs.option_ms(option)
             chosen = []
@@ -272,7 +289,12 @@ class _ChangeSearch:
 
 
 def _lightest_block(load: np.ndarray, width: int) -> tuple[int, ...]:
-    """The aligned block of ``width`` devices (a host, or several) whose busiest device is least loaded."""
+    """The aligned block of ``width`` devices (a host, or several) whose busiest device is least loaded.
+
+    A grid of more blocks than hosts goes round.
+    """
+    if width >= len(load):
+        return tuple(index % len(load) for index in range(width))
     starts = range(0, len(load) - width + 1, width)
     start = min(starts, key=lambda first: (float(load[first : first + width].max()), first))
     return tuple(range(start, start + width))

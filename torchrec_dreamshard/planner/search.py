@@ -69,6 +69,8 @@ class Search:
     ) -> list[ShardingOption] | None:
         """The best plan, a copy with ranks; None where nothing could be placed."""
         for proposer in self._proposers:
+            if isinstance(proposer, DreamShardProposer):
+                proposer.use(constraint)
             proposer.load(search_space=space, enumerator=enumerator)
             if isinstance(proposer, DreamShardProposer):
                 proposer.deadline = self._deadline

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from torchrec_dreamshard.planner.adapter import shardable_modules, table_configs
 
@@ -67,8 +68,11 @@ def describe_tables(
         batch_size: samples per rank.
     """
     raw: dict[str, tuple[int, int, int, int, float]] = {}
-    for _, child, sharder in shardable_modules(module, sharders):
+    towers: dict[str, list[str]] = {}
+    for path, child, sharder in shardable_modules(module, sharders):
         configs = table_configs(child)
+        if isinstance(child, (EmbeddingTower, EmbeddingTowerCollection)):
+            towers[path] = list(configs)
         for name, tensor in sharder.shardable_parameters(child).items():
             rows, dim = int(tensor.shape[0]), int(tensor.shape[1])
             constraint = (constraints or {}).get(name)
@@ -85,6 +89,9 @@ def describe_tables(
     largest = max(room)
     quota = max(1, MAX_UNIFORM_SHARDS // world)
     short = total_bytes > SHORT_SHARE * sum(room)
+
+    host_room = max(sum(room[i : i + topology.intra_group_size]) for i in range(0, world, topology.intra_group_size))
+    crowded = {n for names in towers.values() if sum(raw[n][3] for n in names) > SHORT_SHARE * host_room for n in names}
 
     def hungriest(names: list[str], key: int) -> set[str]:
         return set(sorted(names, key=lambda name: (-raw[name][key], name))[:quota])
@@ -108,7 +115,7 @@ def describe_tables(
             wants_rows=world > 1 and name in by_rows,
             wants_replicas=name in replicas,
             wants_no_cache=not on_host and CACHED_SHARE * total_bytes > sum(room),
-            wants_host_memory=not on_host and (short or num_bytes > LARGE_SHARE * sum(room)),
+            wants_host_memory=not on_host and (short or name in crowded or num_bytes > LARGE_SHARE * sum(room)),
         )
         for name, (rows, dim, features, num_bytes, load) in raw.items()
     }
