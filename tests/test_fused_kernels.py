@@ -133,13 +133,24 @@ def test_what_the_kernels_cannot_do_is_a_measurement_error(fields, message):
 
 def test_too_little_memory_is_refused_before_it_is_used(monkeypatch):
     monkeypatch.setattr(fused_kernels, "_available_host_bytes", lambda: 1000)
-    with pytest.raises(MeasurementError, match=r"1 shards need 1,800 bytes.*1,000 are available"):
+    with pytest.raises(MeasurementError, match=r"1 shards need 3,144 bytes.*1,000 are available"):
         time_device([dataclasses.replace(SHARD, optimizer="rowwise_adagrad")], CPU, QUICK, rng=np.random.default_rng(0))
 
 
-def test_a_failing_kernel_is_a_measurement_error_of_one_line(monkeypatch):
+def test_the_limit_of_a_control_group_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(fused_kernels, "_CGROUP", tmp_path)
+    assert fused_kernels._available_host_bytes() > 2700
+    for name, text in (("max", "5000\n"), ("current", "3000\n"), ("stat", "anon 9\ninactive_file 700\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert fused_kernels._available_host_bytes() == 2700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert fused_kernels._available_host_bytes() > 2700
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, AssertionError, ValueError])
+def test_a_failing_kernel_is_a_measurement_error_of_one_line(monkeypatch, error):
     def fail(shards, device):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more text")
+        raise error("CUDA out of memory. Tried to allocate 2 GiB\nand more text")
 
     monkeypatch.setattr(fused_kernels, "_build_op", fail)
     with pytest.raises(MeasurementError, match=r"failed: CUDA out of memory. Tried to allocate 2 GiB$"):

@@ -144,6 +144,14 @@ def test_damaged_compact_store_is_refused(store, tmp_path):
         MeasurementStore(path)
 
 
+def test_what_is_no_regular_file_is_refused(tmp_path):
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "device.jsonl").symlink_to("/dev/full")  # reading it never ends
+    for name in ("folder", "device"):
+        with pytest.raises(ValueError, match="regular file"):
+            MeasurementStore(tmp_path / f"{name}.jsonl")
+
+
 def test_wrong_name_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"\.jsonl"):
         MeasurementStore(tmp_path / "store.json")

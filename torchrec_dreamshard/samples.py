@@ -53,6 +53,8 @@ class MeasurementStore:
             raise ValueError(f"a measurement store must be a .jsonl or .jsonl.gz file, got {self.path}")
         self._device = ""
         if self.read_only or self.path.exists():
+            if self.path.exists() and not self.path.is_file():
+                raise ValueError(f"a measurement store must be a regular file, and {self.path} is none")
             with self._open() as file:
                 self._check_header(file)
 

@@ -9,7 +9,9 @@ and cuda.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,10 +45,14 @@ _CPU_PRECISIONS = ("fp32", "fp16")  # FBGEMM 1.8
 _DEFAULT_CACHE_LOAD_FACTOR = 0.2  # TorchRec 1.8
 _TILE_ELEMENTS = 1 << 20
 _MEMINFO_UNIT = 1024  # "kB"
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 class FusedKernel:
     """One fused op with its weights, its optimizer and one batch of lookups.
+
+    Every run looks up the same batch. The tables of a ``fused_uvm_caching`` kernel are therefore found in their cache as
+    far as the batch fits into it, which is the best that a job can see.
 
     Args:
         shards: tables that share a kernel (``group_shards``).
@@ -211,7 +217,7 @@ def _check_memory(shards: Sequence[ShardSpec], device: torch.device) -> None:
     """Refuses what cannot fit: Linux promises memory that it lacks, and then kills the process that uses it."""
     if device.type != "cpu":
         return
-    needed = sum(shard.weight_bytes + _optimizer_bytes(shard) for shard in shards)
+    needed = sum(shard.weight_bytes + _optimizer_bytes(shard) + _batch_bytes(shard) for shard in shards)
     available = _available_host_bytes()
     if needed > available:
         raise MeasurementError(
@@ -224,18 +230,33 @@ def _optimizer_bytes(shard: ShardSpec) -> int:
     return 4 * shard.rows * values_per_row.get(shard.optimizer, 0)
 
 
+def _batch_bytes(shard: ShardSpec) -> int:
+    """Ids, and the outputs with their gradients in fp32."""
+    return math.ceil(8 * shard.batch_size * (shard.pooling_factor + shard.output_columns))
+
+
 def _available_host_bytes() -> int:
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * _MEMINFO_UNIT
-    raise MeasurementError("cannot tell how much memory is available: /proc/meminfo has no MemAvailable")
+    """What the system has left, and at most what the limit of this control group (a container's, say) leaves."""
+    system = _MEMINFO_UNIT * _numbers("/proc/meminfo")["MemAvailable:"]
+    try:
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        return min(system, limit - used + _numbers(_CGROUP / "memory.stat")["inactive_file"])
+    except (OSError, ValueError, KeyError):  # no limit ("max"), or no such control group
+        return system
+
+
+def _numbers(path: str | Path) -> dict[str, int]:
+    """First number of each line of a file, by the word before it."""
+    lines = (line.split() for line in Path(path).read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 
 
 @contextlib.contextmanager
 def _as_measurement_error(what: str) -> Iterator[None]:
     try:
         yield
-    except (MemoryError, RuntimeError, NotImplementedError) as error:  # torch's out-of-memory is a RuntimeError
+    except MeasurementError:
+        raise
+    except Exception as error:  # out of memory, a device's error, one of FBGEMM's assertions
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise MeasurementError(f"{what} failed: {lines[0]}") from error

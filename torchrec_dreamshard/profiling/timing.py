@@ -27,7 +27,9 @@ from torchrec_dreamshard.validation import integer
 FloatArray = npt.NDArray[np.float64]
 
 _CPU_FLUSH_BYTES = 64 * 1024**2  # twice the last-level cache of a common server core complex
-_CUDA_FLUSH_FACTOR = 4  # times the L2: long enough for the host to queue the next phase behind the flush
+# Many times any L2, and 0.5 ms or more of any GPU's time: the host then queues the whole phase behind the flush, so that
+# what it takes to launch the kernels does not show as gaps between them.
+_CUDA_FLUSH_BYTES = 2 * 1024**3
 _WAITED_SHARE, _WAITED_NS = 0.02, 50_000  # wall time off the core that still counts as undisturbed
 
 
@@ -104,8 +106,7 @@ def torch_threads(num_threads: int) -> Iterator[None]:
 
 
 def _time_on_cuda(phases: Sequence[Phase], device: torch.device, config: TimingConfig) -> PhaseTimes:
-    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    flush = torch.empty(_CUDA_FLUSH_FACTOR * l2_bytes, dtype=torch.int8, device=device)
+    flush = torch.empty(_CUDA_FLUSH_BYTES, dtype=torch.int8, device=device)
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream(device)
         events = [[(_event(), _event()) for _ in phases] for _ in range(config.repeats)]
