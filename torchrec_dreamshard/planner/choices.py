@@ -158,7 +158,7 @@ def relieve(
         for option in variants:
             saved = float(needs[id(choice[key])][0] - needs[id(option)][0])
             # a coarser split may need less in all, but is harder to pack
-            finer_or_equal = _largest(option)[0] <= _largest(choice[key])[0]
+            finer_or_equal = largest_shard(option)[0] <= largest_shard(choice[key])[0]
             if saved > 0 and finer_or_equal and fits_alone(option, capacity):
                 slower = total_ms(option, costs) - total_ms(choice[key], costs)
                 swaps.append((slower / saved, saved, key, option))
@@ -238,16 +238,16 @@ def finer(
     """
     candidates = []
     for key, option in choice.items():
-        largest = _largest(option)
+        largest = largest_shard(option)
         smaller = [
             other
             for other in tables[key]
-            if np.all(_largest(other) <= largest)
-            and _largest(other).sum() < largest.sum()
+            if np.all(largest_shard(other) <= largest)
+            and largest_shard(other).sum() < largest.sum()
             and fits_alone(other, capacity)
         ]
         if smaller:  # the mildest split that helps
-            mildest = max(smaller, key=lambda other: (float(_largest(other).sum()), variant_order(other)))
+            mildest = max(smaller, key=lambda other: (float(largest_shard(other).sum()), variant_order(other)))
             candidates.append((-float(largest.sum()), key, mildest))
     if not candidates:
         return None
@@ -255,7 +255,7 @@ def finer(
     return {**choice, **{key: option for _, key, option in candidates[:count]}}
 
 
-def _largest(option: ShardingOption) -> FloatArray:
+def largest_shard(option: ShardingOption) -> FloatArray:
     """Bytes of an option's largest shard, by memory."""
     needs: FloatArray = np.stack([need_of(shard) for shard in option.shards])
     return np.asarray(needs.max(axis=0))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, Storage, Topology
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType, ShardingOption, Storage, Topology
 from torchrec.distributed.planner.utils import storage_repr_in_gb
+
+from torchrec_dreamshard.planner.choices import capacities, fits_alone, group_options, largest_shard
+from torchrec_dreamshard.planner.ledger import MEMORIES
 
 if TYPE_CHECKING:
     from torchrec_dreamshard.planner.search import Search
+
+_NAMED = 3  # tables named in one error
 
 _WAYS_OUT = {
     "cpu": (
@@ -38,6 +44,7 @@ def no_plan_error(search: Search, topology: Topology, constraint: Topology, batc
     needed = search.lowest_storage
     too_large = needed is not None and not needed.fits_in(there)
     reason = str(search.last_error) if search.last_error is not None else "no proposal was made"
+    reason = too_large_tables(search.space, constraint) or reason
     text = (
         f"Unable to find a plan: {reason}\n"
         f"{search.num_proposals} proposals were tried. All tables need {storage_repr_in_gb(needed)}, "
@@ -51,3 +58,27 @@ def no_plan_error(search: Search, topology: Topology, constraint: Topology, batc
     )
     kind = PlannerErrorType.INSUFFICIENT_STORAGE if too_large else PlannerErrorType.STRICT_CONSTRAINTS
     return PlannerError(text, kind)
+
+
+def too_large_tables(space: Sequence[ShardingOption], constraint: Topology) -> str:
+    """Names the tables of which no option fits on the devices, even alone; empty where there are none."""
+    capacity = capacities(constraint)
+    lines = []
+    for (path, name), variants in group_options(space).items():
+        if any(fits_alone(option, capacity) for option in variants):
+            continue
+        plain, finest = variants[0], min(variants, key=lambda option: float(largest_shard(option).sum()))
+        memory = int((largest_shard(plain) - capacity.max(axis=0)).argmax())
+        need = int(largest_shard(plain)[memory])
+        best = ""
+        if finest is not plain:
+            best = (
+                f", or as little as {int(largest_shard(finest)[memory]):,} per shard as {finest.sharding_type} "
+                f"({finest.compute_kernel}) in {finest.num_shards}"
+            )
+        lines.append(
+            f"table {f'{path}.{name}'.lstrip('.')} needs {need:,} bytes of {MEMORIES[memory]} as {plain.sharding_type} "
+            f"({plain.compute_kernel}){best}, but no device has more than {int(capacity[:, memory].max()):,}"
+        )
+    more = f"; and {len(lines) - _NAMED} tables more" if len(lines) > _NAMED else ""
+    return "; ".join(lines[:_NAMED]) + more

@@ -55,6 +55,7 @@ class Search:
         self._perf_model = perf_model
         self._deadline = deadline
         self._num_kept = num_kept
+        self.space: list[ShardingOption] = []
         self.num_proposals = 0
         self.num_plans = 0
         self.last_error: PlannerError | None = None
@@ -68,6 +69,7 @@ class Search:
         self, space: list[ShardingOption], enumerator: Enumerator, constraint: Topology
     ) -> list[ShardingOption] | None:
         """The best plan, a copy with ranks; None where nothing could be placed."""
+        self.space = space
         for proposer in self._proposers:
             if isinstance(proposer, DreamShardProposer):
                 proposer.use(constraint)
