@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
 from torchrec.distributed.planner.types import (
     Enumerator,
     Partitioner,
@@ -76,12 +77,16 @@ class Search:
             proposer.load(search_space=space, enumerator=enumerator)
             if isinstance(proposer, DreamShardProposer):
                 proposer.deadline = self._deadline
+            elif isinstance(proposer, DynamicProgrammingProposer):
+                proposer._inited = False  # TorchRec 1.8 forgets to: a second search would get no proposal
         for proposer in self._proposers:
             seen: dict[frozenset[int], tuple[bool, list[ShardingOption], float | None]] = {}
+            alive = []  # or the ids of what is gone would come back as those of other options
             while not self._late() and (proposal := proposer.propose()):
                 key = frozenset(map(id, proposal))
                 if key not in seen:
                     self.num_proposals += 1
+                    alive.append(proposal)
                     seen[key] = self._evaluate(proposal, constraint)
                 partitionable, plan, rating = seen[key]
                 proposer.feedback(
