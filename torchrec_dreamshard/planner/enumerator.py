@@ -27,6 +27,7 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_dreamshard.planner.adapter import shardable_modules
@@ -123,19 +124,15 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         self._check_sharders(module, sharders)
         self._facts = describe_tables(module, sharders, self._constraints, self._topology, self._batch_size)
         self._short_of_room = frozenset()
-        options = self._enumerate(module, sharders)
-        if self._world_size > 1 and self._is_short(options):
-            self._short_of_room = largest_tables(self._facts, self._world_size)
-            self._last_stored_module = None  # TorchRec's cache of the last search space
-            options = self._enumerate(module, sharders)
-        return sorted(options, key=option_order)
-
-    def _enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
         try:
             options = super().enumerate(module, sharders)
         except (RuntimeError, ValueError) as error:
             raise PlannerError(self._explain(error), PlannerErrorType.STRICT_CONSTRAINTS) from error
-        return self._vary_columns(self._couple_sequence_widths(options))
+        options = self._vary_columns(self._couple_sequence_widths(options))
+        if self._world_size > 1 and self._is_short(options):
+            self._short_of_room = largest_tables(self._facts, self._topology)
+            options.extend(self._row_variants(options))
+        return sorted(options, key=option_order)
 
     def _is_short(self, options: Sequence[ShardingOption]) -> bool:
         """Whether memory may be too small for these options: the finest of each table do not pack easily."""
@@ -324,6 +321,40 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
                 variants.append(self._with_width(option, self._least_width(option), populate=False))
         self.populate_estimates(variants)
         return out + variants
+
+    def _row_variants(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
+        """Row-wise kinds of large tables that have none yet, as far as their sharders offer them."""
+        kinds: dict[tuple[str, str], set[str]] = {}
+        for option in options:
+            kinds.setdefault((option.path, option.name), set()).add(option.sharding_type)
+        variants = []
+        for option in options:
+            present = kinds[option.path, option.name]
+            if option.name not in self._short_of_room or "uvm" in option.compute_kernel:
+                continue
+            sharder = self._sharder_map[option.module_type_key]
+            offered = sharder.sharding_types(self._compute_device)
+            for kind in self._filter_sharding_types(option.name, offered, option.module_type_key):
+                kernels = sharder.compute_kernels(kind, self._compute_device)
+                if kind in _ROW_TYPES - present and option.compute_kernel in kernels:
+                    variants.append(self._with_rows(option, kind))
+                    present.add(kind)
+        self.populate_estimates(variants)
+        return variants
+
+    def _with_rows(self, option: ShardingOption, kind: str) -> ShardingOption:
+        sizes, offsets = calculate_shard_sizes_and_offsets(
+            tensor=option.tensor,
+            world_size=self._world_size,
+            local_world_size=self._local_world_size,
+            sharding_type=kind,
+            device_memory_sizes=self._device_memory_sizes,
+            num_buckets=self._get_num_buckets(option.name, option.module[1]),
+        )
+        variant = copy.copy(option)
+        variant.sharding_type, variant.partition_by = kind, partition_by_type(kind)
+        variant.shards = [Shard(size=size, offset=offset) for size, offset in zip(sizes, offsets, strict=True)]
+        return variant
 
     def _with_width(self, option: ShardingOption, width: int, *, populate: bool = True) -> ShardingOption:
         rows, columns = (int(size) for size in option.tensor.shape)

@@ -128,7 +128,12 @@ class DreamShardProposer(Proposer):  # type: ignore[misc]
             self._next = self._improved()
 
     def _start(self, topology: Topology) -> Choice:
-        choice = choices.cheapest(self._tables, choices.capacities(topology), self._costs())
+        capacity = choices.capacities(topology)
+        choice = choices.cheapest(self._tables, capacity, self._costs())
+        if np.all(sum(map(choices.total_need, choice.values())) <= capacity.sum(axis=0)):
+            split = choices.packable(self._tables, choice, topology)
+            if split is not choice or choices.packs(choice, topology):
+                return split
         return choices.packable(self._tables, self._relieved(choice, topology, choices.FULL_SHARE), topology)
 
     def _relieved(self, choice: Choice, topology: Topology, share: float) -> Choice:

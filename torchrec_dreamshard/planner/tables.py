@@ -17,6 +17,8 @@ LARGE_SHARE = 0.5
 CACHED_SHARE = 0.25  # of the weights: what caches of TorchRec's default size and the optimizer take in HBM
 SHORT_SHARE = 0.8
 """Above this share of all HBM, unified-memory kernels are offered."""
+GAP_SHARE = 0.05
+"""A table of this share of a device may leave a gap too small for others: it is split by rows where memory is short."""
 HEAVY_SHARE = 0.25
 """A table with more than this share of a device's mean load is worth splitting."""
 MAX_REPLICATED_BYTES = 4 * 1024**2
@@ -121,7 +123,13 @@ def describe_tables(
     }
 
 
-def largest_tables(facts: Mapping[str, TableFacts], world_size: int) -> frozenset[str]:
-    """Names of the largest tables, so many that their row-wise options stay within ``MAX_UNIFORM_SHARDS``."""
-    by_size = sorted(facts, key=lambda name: (-facts[name].num_bytes, name))
-    return frozenset(by_size[: max(1, MAX_UNIFORM_SHARDS // world_size)])
+def largest_tables(facts: Mapping[str, TableFacts], topology: Topology) -> frozenset[str]:
+    """Names of tables large enough to leave gaps between them where memory is short.
+
+    No more than their row-wise options stay within ``MAX_UNIFORM_SHARDS``.
+    """
+    on_host = topology.compute_device == "cpu"
+    room = max(device.storage.ddr if on_host else device.storage.hbm for device in topology.devices)
+    large = [name for name, table in facts.items() if table.num_bytes > GAP_SHARE * room]
+    large.sort(key=lambda name: (-facts[name].num_bytes, name))
+    return frozenset(large[: max(1, MAX_UNIFORM_SHARDS // topology.world_size)])
