@@ -40,13 +40,20 @@ class Errors:
     mse: float
     mape: float
     rank: float
+    ratio: float
+    """Mean of predicted over true."""
 
     @classmethod
     def of(cls, predicted: np.ndarray, truth: np.ndarray) -> Errors:
         """From predictions and truths of the same length."""
         positive = truth > 1e-9
-        share = np.abs(predicted - truth)[positive] / truth[positive]
-        return cls(float(((predicted - truth) ** 2).mean()), float(share.mean()), rank_correlation(predicted, truth))
+        share = predicted[positive] / truth[positive]
+        return cls(
+            mse=float(((predicted - truth) ** 2).mean()),
+            mape=float(np.abs(share - 1).mean()),
+            rank=rank_correlation(predicted, truth),
+            ratio=float(share.mean()),
+        )
 
 
 @torch.no_grad()

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from torchrec_dreamshard import Agent
+from torchrec_dreamshard import Agent, CostBreakdown, Measurement, PlacementTask, ShardSpec
 from torchrec_dreamshard.cli import main
 from torchrec_dreamshard.config import CostConfig, TrainConfig
+from torchrec_dreamshard.samples import MeasurementStore
 
 
 @pytest.fixture
@@ -64,3 +65,61 @@ def test_an_unwritable_file_is_refused_before_the_training(tmp_path, capsys, mon
     for out, message in ((tmp_path, "is a folder"), (tmp_path / "none" / "a.safetensors", "no folder")):
         assert main(["train", "--profiler", "analytic:a100", "--out", str(out)]) == 2
         assert message in capsys.readouterr().err
+
+
+def csv_file(tmp_path, count, bad=""):
+    lines = ["measurement,device,rows,dim,pooling_factor,batch_size,compute_ms"]
+    for i in range(count):
+        for device in range(2):
+            dim, pooling = 8 * (1 + (i + device) % 5), 1 + (3 * i + device) % 7
+            for _ in range(2):
+                cost = 2 * (0.1 + 0.01 * dim * pooling)
+                lines.append(f"m{i},{device},{1000 * (i + 1)},{dim},{pooling},512,{cost}")
+    path = tmp_path / "timings.csv"
+    path.write_text("\n".join([*lines, bad]))
+    return str(path)
+
+
+def test_learns_from_a_csv(tmp_path, capsys, quick):
+    out = str(tmp_path / "a.safetensors")
+    code = main(["train", "--measurements", csv_file(tmp_path, 12), "--hardware", "cpu", "--out", out, "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert code == 0 and result["report"]["ready"]
+    assert result["profilers"] == ["csv"] and result["num_measurements"] == 12
+    assert result["report"]["terms"]["compute_ms"]["num_values"] == 24
+
+
+def test_the_help_names_the_columns(capsys):
+    assert main(["train", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for column in ("measurement", "device", "pooling_factor", "forward_compute_ms", "step_ms", "reuse_histogram"):
+        assert column in text
+
+
+@pytest.mark.parametrize("bad", ["m0,0,10,8,1,512,nan", "m0,0,10,8,1,512,-1", "m99,0,10,8", "m0,0,10,8,1,512,77"])
+def test_bad_timings_are_refused_with_their_line(tmp_path, capsys, bad):
+    out = tmp_path / "a.safetensors"
+    assert main(["train", "--measurements", csv_file(tmp_path, 3, bad), "--out", str(out)]) == 2
+    assert "timings.csv, line 14:" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("cost", [float("nan"), -1.0])
+def test_bad_costs_of_a_store_are_refused_with_their_line(tmp_path, capsys, cost):
+    store = tmp_path / "s.jsonl"
+    task = PlacementTask.uniform([ShardSpec(rows=10, dim=8, pooling_factor=1)], 1)
+    MeasurementStore(store).append(Measurement(task=task, placement=(0,), cost=CostBreakdown(compute_ms=[1.0])))
+    store.write_text(store.read_text().replace("[1.0]", json.dumps([cost])))
+    out = tmp_path / "a.safetensors"
+    assert main(["train", "--measurements", str(store), "--out", str(out)]) == 2
+    assert "line 2" in capsys.readouterr().err and not out.exists()
+
+
+def test_too_few_rows_and_single_devices_are_told(tmp_path, capsys, quick):
+    out = str(tmp_path / "a.safetensors")
+    assert main(["train", "--measurements", csv_file(tmp_path, 3), "--out", out]) == 1
+    assert "NOT READY to plan with: only 6 held-out values" in capsys.readouterr().out
+    path = tmp_path / "single.csv"
+    path.write_text("".join(line for line in open(csv_file(tmp_path, 12)) if ",1," not in line[:6]))
+    main(["train", "--measurements", str(path), "--out", out])
+    assert "note: every measurement is of a single device" in capsys.readouterr().out

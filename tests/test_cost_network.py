@@ -3,10 +3,12 @@ import pytest
 import torch
 
 from torchrec_dreamshard import CostBreakdown, Measurement, PlacementTask, ShardSpec
+from torchrec_dreamshard.compute_fitting import folds
 from torchrec_dreamshard.config import CostConfig
 from torchrec_dreamshard.cost_network import make_cost_model
 from torchrec_dreamshard.features import Normalizer, batch_tasks, placement_latents
 from torchrec_dreamshard.fitting import TermReport, doubts, fit_cost_model
+from torchrec_dreamshard.loads import collect_loads
 from torchrec_dreamshard.physics import fit_nonnegative
 
 CONFIG = CostConfig(num_members=2, num_steps=100, hidden=16)
@@ -169,6 +171,79 @@ def test_one_row_is_enough_to_fit_but_not_to_be_ready():
     assert torch.isfinite(predict(model, samples(1, 1)[0])[0].step_ms).all()
 
 
+def law_of(kernel, seed, number):
+    """Measurements of one device each, whose compute is a function of the shards on it."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(number):
+        some = shards(rng, int(rng.integers(2, 20)))
+        cost = CostBreakdown(compute_ms=[kernel(some)])
+        rows.append(Measurement(task=PlacementTask.uniform(some, 1), placement=(0,) * len(some), cost=cost))
+    return rows
+
+
+def work(some):
+    return sum(0.1 + 0.01 * s.pooling_factor * s.dim for s in some)
+
+
+def weight_cliff(some):
+    """Costs rise where the tables outgrow a cache of 1 GB, whatever a batch reads."""
+    gigabytes = sum(s.rows * s.dim * 4e-9 for s in some)
+    return work(some) * (1 + 2 / (1 + gigabytes**-6))
+
+
+def roofline(some):
+    """Bound by bytes or by lookups, whichever takes longer."""
+    return 0.1 + max(0.01 * sum(s.pooling_factor * s.dim for s in some), 0.25 * sum(s.pooling_factor for s in some))
+
+
+@pytest.mark.parametrize(("kernel", "bound"), [(weight_cliff, 0.09), (roofline, 0.07)])
+def test_caches_and_rooflines_are_learned_from_few_measurements(kernel, bound):
+    model, report = fit_cost_model(law_of(kernel, 0, 300), CostConfig(num_members=2, num_steps=250), seed=0)
+    test = law_of(kernel, 1, 100)
+    predicted = np.array([predict(model, m)[0].step_ms.item() for m in test])
+    assert np.abs(predicted / [m.cost.compute_ms[0] for m in test] - 1).mean() < bound
+    assert report.ready
+
+
+def test_fusion_holds_for_loads_never_seen():
+    def kernel(some):
+        return 0.3 + 2 * work(some) ** 0.7
+
+    model, _ = fit_cost_model(law_of(kernel, 0, 200), CostConfig(num_members=2, num_steps=250), seed=0)
+    large = shards(np.random.default_rng(3), 100)
+    m = Measurement(task=PlacementTask.uniform(large, 1), placement=(0,) * 100, error="not measured")
+    assert predict(model, m)[0].step_ms.item() == pytest.approx(kernel(large), rel=0.08)
+
+
+def test_one_number_of_devices_does_not_make_the_exchange_grow_with_it():
+    model, _ = fit_cost_model(samples(0, 60), CONFIG, seed=0)
+    for devices in (2, 8, 32):
+        m = samples(4, 1, num_devices=devices, count=3 * devices)[0]
+        assert predict(model, m)[0].backward_comms_ms.mean().item() == pytest.approx(
+            m.cost.backward_comms_ms.mean(), rel=0.35
+        )
+
+
+def test_single_devices_leave_the_exchange_to_the_bandwidths():
+    model, report = fit_cost_model(law_of(work, 0, 60), CONFIG, seed=0)
+    assert report.ready and "single device" in report.notes[0]
+    m = samples(1, 1)[0]
+    out, _ = predict(model, m)
+    sent = max(sum(s.dim for s, d in zip(m.task.shards, m.placement, strict=True) if d == k) for k in range(4))
+    expected = 65_536 * 4 * 0.75 * sent / (m.task.hardware.intra_host_gb_s * 1e6)
+    assert out.backward_comms_ms.max().item() == pytest.approx(expected, rel=0.3)
+
+
+def test_repeated_measurements_are_held_out_together():
+    some = [m for m in samples(0, 10) for _ in range(3)]
+    loads = collect_loads(some)
+    assert loads.repeat.tolist() == [i // 3 for i in range(30)]
+    assert len(set(folds(loads, 4).view(10, 3)[0].tolist())) == 1
+    _, report = fit_cost_model(some, CONFIG)
+    assert report.num_repeated == 20 and report.num_contradictory == 0
+
+
 def test_failures_and_contradictions_are_told_apart():
     good = samples(0, 12)
     failed = Measurement(task=good[0].task, placement=good[0].placement, error="out of memory")
@@ -180,6 +255,7 @@ def test_failures_and_contradictions_are_told_apart():
     contradiction = Measurement(task=good[0].task, placement=good[0].placement, cost=slow)
     _, report = fit_cost_model([*good, failed, contradiction], CONFIG)
     assert (report.num_failed, report.num_contradictory) == (1, 2)
+    assert "2 measurements contradict" in report.notes[0]
 
 
 def test_a_profiler_that_costs_nothing_is_learned_as_such():
@@ -224,11 +300,14 @@ def test_nonnegative_least_squares_meets_the_optimality_conditions():
         assert (x >= 0).all() and (gradient > -1e-3).all() and np.abs(gradient[x > 0]).max() < 1e-3
 
 
-@pytest.mark.parametrize(("weighted", "ready"), [(0.2, False), (0.05, True)])
-def test_worse_than_the_prior_for_small_and_large_loads_is_not_ready(weighted, ready):
+@pytest.mark.parametrize(
+    ("mape", "weighted", "ready"),
+    [(0.2, 0.2, False), (0.2, 0.1, False), (0.1, 0.2, False), (0.2, 0.045, True), (0.1, 0.1, True)],
+)
+def test_worse_than_the_prior_on_balance_is_not_ready(mape, weighted, ready):
     term = TermReport(
         num_values=50,
-        mape=0.2,
+        mape=mape,
         rank_correlation=0.9,
         weighted_error=weighted,
         prior_mape=0.1,
@@ -245,3 +324,34 @@ def test_links_between_hosts_are_priced_though_never_seen(fitted):
     two_hosts = Measurement(task=spread, placement=placement, error="not measured")
     near, far = (predict(fitted[0], m)[0].backward_comms_ms for m in (one_host, two_hosts))
     assert (far > 5 * near).all()
+
+
+def test_a_small_error_is_no_excuse_but_an_exact_fit_is():
+    def term(error):
+        return TermReport(
+            num_values=50,
+            mape=error,
+            rank_correlation=0.9,
+            weighted_error=error,
+            prior_mape=0.001,
+            prior_weighted_error=0.001,
+        )
+
+    assert "worse" in doubts({"compute_ms": term(0.015)})
+    assert doubts({"compute_ms": term(0.004)}) == ""
+
+
+def test_corrections_that_do_not_beat_the_prior_are_dropped():
+    rows = law_of(work, 0, 60)  # exactly what the prior can say
+    model, report = fit_cost_model(rows, CONFIG, seed=0)
+    term = report.terms["compute_ms"]
+    assert report.ready and term.mape == term.prior_mape < 1e-3
+    out = predict(model, rows[0])[0].step_ms.item()
+    assert out == pytest.approx(work(rows[0].task.shards), rel=1e-3)
+
+
+def test_costs_at_random_are_not_ready():
+    rng = np.random.default_rng(0)
+    rows = law_of(lambda some: float(rng.uniform(1, 100)), 0, 100)
+    _, report = fit_cost_model(rows, CONFIG, seed=0)
+    assert not report.ready and "hardly follows" in report.reason

@@ -1,5 +1,6 @@
 import pytest
 
+from torchrec_dreamshard.hardware import named_hardware
 from torchrec_dreamshard.importers import load_csv
 
 HEADER = "measurement,device,rows,dim,pooling_factor,batch_size,is_pooled,compute_ms,step_ms\n"
@@ -25,6 +26,13 @@ def test_rows_of_a_label_become_one_measurement(tmp_path):
 def test_a_device_without_shards_computes_nothing(tmp_path):
     (m,) = load_csv(write(tmp_path, HEADER + "a,0,100,16,2,,,1,\na,2,,,,,,,\n"))
     assert m.task.num_devices == 3 and m.cost.compute_ms.tolist() == [1, 0, 0]
+
+
+def test_what_ran_fits_into_memory(tmp_path):
+    (m,) = load_csv(write(tmp_path, HEADER + "a,0,300000000,128,2,,,1,\na,1,100,16,2,,,1,\n"))
+    assert m.task.devices[0].hbm_bytes == 300_000_000 * 128 * 4
+    (cpu,) = load_csv(write(tmp_path, HEADER + "a,0,300000000,128,2,,,1,\n"), named_hardware("cpu"))
+    assert cpu.task.devices[0].ddr_bytes == 300_000_000 * 128 * 4
 
 
 @pytest.mark.parametrize(

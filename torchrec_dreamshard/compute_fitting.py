@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchrec_dreamshard.cost_network import CostNetwork
+from torchrec_dreamshard.cost_network import CROWDED, CostNetwork
 from torchrec_dreamshard.loads import DeviceLoads
 from torchrec_dreamshard.measurement import FloatArray
 from torchrec_dreamshard.physics import NUM_KERNEL_QUANTITIES, fit_nonnegative, load_quantities
@@ -26,6 +26,7 @@ _CHECK_EVERY = 20
 _HEAD_SPEED = 10.0  # learning rate of the few mixing weights over that of the encoder
 _MAX_STEPS_FACTOR = 5.0
 _HUBER = 0.3  # a relative error above this counts linearly
+_GROWTH_PENALTY = 1e-3  # a cost is proportional to its load unless the data says otherwise
 _FLOOR = 1e-3  # of a typical cost: below it, errors are no longer relative
 
 
@@ -41,13 +42,13 @@ class HeldOut(NamedTuple):
 
 
 def folds(loads: DeviceLoads, num_folds: int) -> Tensor:
-    """Fold of each measurement, ``B``: by task, or by measurement where there are too few tasks.
+    """Fold of each measurement, ``B``: by task, or by placement where there are too few tasks.
 
     It depends on the task alone, so that a model trained further on more data holds out what it held out before.
     """
     if len(set(loads.group.tolist())) >= 3 * num_folds:
         return loads.group % num_folds
-    return torch.arange(loads.num_measurements) % num_folds
+    return loads.repeat % num_folds
 
 
 def fit_compute(
@@ -112,7 +113,7 @@ def install_prior(model: CostNetwork, loads: DeviceLoads, rows: Tensor, prior: T
     sums = loads.sums(load_quantities(loads.shard_features, loads.shard_hardware))[rows]
     model.shard_normalizer.fit(loads.shard_features)
     model.hardware_normalizer.fit(loads.load_hardware)
-    model.load_normalizer.fit(torch.log(sums[:, :NUM_KERNEL_QUANTITIES].clamp(min=1e-9)))
+    model.load_normalizer.fit(torch.log(sums[:, CROWDED].clamp(min=1e-9)))
     model.set_prior(prior, sums.mean(dim=0))
     model.known.copy_((prior.sum(dim=1) > 0).float())
 
@@ -228,6 +229,7 @@ def train_members(
             index = torch.randint(len(everything), (config.batch_size,), generator=generator)
         trained = ~held_out[index] * weight[index, None]
         loss = (errors(index) * trained).sum() / trained.sum().clamp(min=1e-9) * config.num_members
+        loss = loss + _GROWTH_PENALTY * (model.growth**2).sum()
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()

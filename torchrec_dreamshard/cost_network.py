@@ -3,15 +3,16 @@
 Every shard is encoded as non-negative numbers: its physical quantities and, for each member of a small ensemble,
 channels ``c_k = base_k**p_k * exp(correction_k)``. A base is a physical quantity or the shard's cost under the
 physical prior; the correction is a bounded function of the shard's normalised features. A device's latent is the
-sum of its shards' encodings, ``C_k = sum c_k``. With ``X_k = C_k**g_k`` and ``X_0 = 1`` for the launch, its kernel
-costs
+sum of its shards' encodings, ``C_k = sum c_k``. With ``X_k = C_k**g_k``, its kernel costs
 
-    (sum_k w_1k X_k + (sum_k (w_2k X_k)**2)**(1/2) + (sum_k (w_4k X_k)**4)**(1/4)) * exp(sum_h v_h s_h),
+    (launch + (sum_k w_1k X_k + (sum_k (w_2k X_k)**2)**(1/2) + (sum_k (w_4k X_k)**4)**(1/4))**growth)
+    * exp(sum_h v_h s_h),
 
-where ``s_h`` are sigmoids of logarithms of the physical sums and all ``w, v`` and slopes are at least 0. So the cost is
-0 for an empty device and never falls when a shard is added. Channels with ``g = 1`` are plain sums, ``g < 1 = p``
-saturate, and ``g = 1/p`` are p-norms over the shards (for large p the largest one); the p-norms between channels
-are rooflines (one resource hides behind another); the sigmoids are what a full cache costs.
+where ``s_h`` are sigmoids of logarithms of the physical sums and all ``w, v``, slopes and growth are at least 0. So the
+cost is 0 for an empty device and never falls when a shard is added. Channels with ``g = 1`` are plain sums,
+``g < 1 = p`` saturate, and ``g = 1/p`` are p-norms over the shards (for large p the largest one). The p-norms between
+channels are rooflines (one resource hides behind another). A growth below 1 is what fusion saves, however many the
+shards. The sigmoids are what a full cache costs, one that holds what a batch reads or the weights themselves.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ CHANNELS: tuple[Channel, ...] = (
     Channel("backward"),
     Channel("total"),
     Channel("total"),
+    Channel("lookups"),
+    Channel("read_ms"),
+    Channel("output_ms"),
     Channel("total", 1.0, 0.6),
     Channel("total", 3.0, 1.0 / 3.0),
     Channel("longest_bag", 8.0, 1.0 / 8.0),
@@ -53,10 +57,15 @@ CHANNELS: tuple[Channel, ...] = (
 """The C channels of every member; the linear ones come first."""
 
 _NUM_LINEAR = sum(channel.exponent == 1.0 for channel in CHANNELS)
-_NORMS = (1, 2, 4)
+CROWDED = (*range(NUM_KERNEL_QUANTITIES), LOAD_INDEX["weight_gb"])
+"""The physical quantities that may fill a cache."""
+_CACHED = ("weight_gb", "unique_ms", "unique_ids")  # what one sigmoid each looks at first
+_FIRST_SLOPE = 1.0  # its logarithm
+_NUM_NORMS = 3  # over the channels: 1, 2 and 4
 _NUM_SIGMOIDS = 4
 _MAX_CORRECTION = 2.0  # a channel is at most e**2 times its base, or that much smaller
 _SMALL = 0.003  # first weight of everything that is not the prior
+_NOTHING = -30.0  # the logarithm of a weight that does not count
 _BASE_RANGE = (1e-4, 1e4)  # of a shard's base, in typical device loads: its eighth power stays a normal float32
 
 
@@ -109,11 +118,13 @@ class CostNetwork(CostModel):
         self.latent_dim = len(LOAD_QUANTITIES) + members * channels
         self.shard_normalizer = Normalizer(len(SHARD_FEATURES))
         self.hardware_normalizer = Normalizer(len(HARDWARE_FEATURES))
-        self.load_normalizer = Normalizer(NUM_KERNEL_QUANTITIES)
+        self.load_normalizer = Normalizer(len(CROWDED))
         self.encoder = MemberEncoder(len(SHARD_FEATURES) + len(HARDWARE_FEATURES), config)
         # Logarithms of non-negative weights.
-        self.mixing = nn.Parameter(torch.empty(len(_NORMS), members, channels + 1, 2))
-        self.slopes = nn.Parameter(torch.empty(members, NUM_KERNEL_QUANTITIES, _NUM_SIGMOIDS))
+        self.mixing = nn.Parameter(torch.empty(_NUM_NORMS, members, channels, 2))
+        self.growth = nn.Parameter(torch.empty(members, 1, 2))
+        self.launch = nn.Parameter(torch.empty(members, 1, 2))
+        self.slopes = nn.Parameter(torch.empty(members, len(CROWDED), _NUM_SIGMOIDS))
         self.thresholds = nn.Parameter(torch.empty(members, 1, _NUM_SIGMOIDS))
         self.crowding = nn.Parameter(torch.empty(members, _NUM_SIGMOIDS, 2))
         self.exchange = ExchangeCost()
@@ -134,10 +145,26 @@ class CostNetwork(CostModel):
             for direction in range(2):
                 self.mixing[0, :, direction, direction] = 0.0
                 launch = self.prior[direction, 0] / self.unit_ms[direction]
-                self.mixing[0, :, -1, direction] = torch.log(launch.clamp(min=_SMALL))
-            self.slopes.uniform_(-3.0, -1.0, generator=generator)
+                self.launch[:, 0, direction] = torch.log(launch.clamp(min=_SMALL))
+            self.growth.zero_()
+            self.slopes.uniform_(-4.0, -2.0, generator=generator)
+            for index, name in enumerate(_CACHED):
+                self.slopes[:, CROWDED.index(LOAD_INDEX[name]), index] = _FIRST_SLOPE
             self.thresholds.normal_(generator=generator)
             self.crowding.fill_(math.log(_SMALL))
+
+    def drop_corrections(self) -> None:
+        """Makes every member the prior itself."""
+        with torch.no_grad():
+            for parameter in self.encoder.parameters():
+                parameter.zero_()
+            self.growth.zero_()
+            self.crowding.fill_(_NOTHING)
+            self.mixing.fill_(_NOTHING)
+            for direction in range(2):
+                self.mixing[0, :, direction, direction] = 0.0
+                launch = self.prior[direction, 0] / self.unit_ms[direction]
+                self.launch[:, 0, direction] = torch.log(launch).clamp(min=_NOTHING)
 
     def set_prior(self, prior: Tensor, typical: Tensor) -> None:
         """Sets the physical prior and with it the units of all channels.
@@ -188,13 +215,14 @@ class CostNetwork(CostModel):
         sums = flat[:, len(LOAD_QUANTITIES) :].reshape(-1, members, len(CHANNELS))
         exponents = torch.tensor([channel.exponent for channel in CHANNELS[_NUM_LINEAR:]])
         curved = torch.exp(exponents * torch.log(sums[..., _NUM_LINEAR:].clamp(min=1e-32)))
-        launch = occupied[:, None, None].expand(-1, members, 1)
-        values = torch.cat([sums[..., :_NUM_LINEAR], curved, launch], dim=-1).transpose(0, 1)  # M x N x (C + 1)
+        values = torch.cat([sums[..., :_NUM_LINEAR], curved], dim=-1).transpose(0, 1)  # M x N x C
         weights = torch.exp(self.mixing)
+        squares, tiny = values * values, 1e-20
         mixed = torch.bmm(values, weights[0])
-        for norm, weight in zip(_NORMS[1:], weights[1:], strict=True):
-            mixed = mixed + torch.bmm(values**norm, weight**norm).clamp(min=1e-20) ** (1 / norm)
-        logs = self.load_normalizer(torch.log(flat[:, :NUM_KERNEL_QUANTITIES].clamp(min=1e-9)))
+        mixed = mixed + torch.bmm(squares, weights[1] ** 2).clamp(min=tiny).sqrt()
+        mixed = mixed + torch.bmm(squares * squares, weights[2] ** 4).clamp(min=tiny).sqrt().sqrt()
+        mixed = mixed.clamp(min=tiny) ** torch.exp(self.growth) + torch.exp(self.launch)
+        logs = self.load_normalizer(torch.log(flat[:, CROWDED].clamp(min=1e-9)))
         sigmoids = torch.sigmoid(torch.baddbmm(self.thresholds, logs.expand(members, -1, -1), torch.exp(self.slopes)))
         crowded = torch.exp(torch.bmm(sigmoids, torch.exp(self.crowding)))
         out = (mixed * crowded * occupied[:, None]).transpose(0, 1) * (self.unit_ms * self.known)

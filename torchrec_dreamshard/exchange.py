@@ -33,7 +33,7 @@ EXCHANGE_FEATURES: tuple[str, ...] = (
 )
 """Names of the E features: a constant, counts, and bytes over the link's bandwidth; "near" is inside a host."""
 
-SKEW = EXCHANGE_FEATURES.index("skew_ms")
+SKEW, PEERS, OWN = (EXCHANGE_FEATURES.index(name) for name in ("skew_ms", "peers", "own_ms"))
 
 NEAR_AND_FAR = tuple(
     (index, EXCHANGE_FEATURES.index(name.replace("near", "far")))
@@ -131,6 +131,12 @@ class ExchangeCost(nn.Module):
         self.normalizer = Normalizer(len(EXCHANGE_FEATURES))
         self.hidden, self.out = nn.Linear(len(EXCHANGE_FEATURES), 24), nn.Linear(24, 2)
         self.reset(torch.Generator().manual_seed(0))
+
+    def assume_bandwidths(self) -> None:
+        """Prices exchanges that nobody has measured: bytes over the busiest link's bandwidth, and the whole wait."""
+        self.coefficients.zero_()
+        self.coefficients[:, EXCHANGE_FEATURES.index("slowest_link_ms")] = 1.0
+        self.coefficients[0, SKEW] = 1.0
 
     def reset(self, generator: torch.Generator) -> None:
         """Draws the correction anew; it starts as none."""

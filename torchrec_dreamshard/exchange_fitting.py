@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from torchrec_dreamshard.compute_fitting import folds, importance, install_prior, train_members
 from torchrec_dreamshard.cost_network import CostNetwork
-from torchrec_dreamshard.exchange import EXCHANGE_FEATURES, NEAR_AND_FAR, SKEW, exchange_features
+from torchrec_dreamshard.exchange import EXCHANGE_FEATURES, NEAR_AND_FAR, OWN, PEERS, SKEW, exchange_features
 from torchrec_dreamshard.loads import DeviceLoads
 from torchrec_dreamshard.measurement import FloatArray
 from torchrec_dreamshard.physics import LOAD_INDEX, NUM_KERNEL_QUANTITIES, fit_nonnegative, load_quantities
@@ -32,13 +32,34 @@ def output_values(loads: DeviceLoads) -> Tensor:
     return loads.by_measurement(sums[:, LOAD_INDEX["output_values"]])
 
 
+def drop_ambiguous(features: FloatArray) -> FloatArray:
+    """Without what one number of devices cannot tell apart, ``... x E``; such columns become 0.
+
+    Peers look like a constant there, and a device's own outputs like what it sends. Shared among the twins, the cost
+    would grow wrongly with the number of devices: latency is kept as a constant, and volume as what is sent.
+    """
+    peers = features[..., PEERS]
+    if len(np.unique(peers[peers > 0])) > 1:
+        return features
+    kept: FloatArray = features.copy()
+    kept[..., [PEERS, OWN]] = 0.0
+    return kept
+
+
 def load_exchange_features(loads: DeviceLoads, forward_ms: Tensor) -> Tensor:
     """``N x E`` features of each load's exchange; ``forward_ms`` are the N forward kernels."""
     features = exchange_features(output_values(loads), loads.by_measurement(forward_ms), loads.tasks)
     return features[loads.measurement, loads.device]
 
 
-def fit_exchange(model: CostNetwork, loads: DeviceLoads, forward_ms: Tensor, generator: torch.Generator) -> Tensor:
+def single_devices(loads: DeviceLoads) -> bool:
+    """Whether nothing was measured on more than one device, so that no exchange could take place."""
+    return loads.tasks.host.shape[1] == 1
+
+
+def fit_exchange(
+    model: CostNetwork, loads: DeviceLoads, forward_ms: Tensor, generator: torch.Generator, *, fresh: bool
+) -> Tensor:
     """Fits the exchange in place where exchange terms are known.
 
     Args:
@@ -46,11 +67,14 @@ def fit_exchange(model: CostNetwork, loads: DeviceLoads, forward_ms: Tensor, gen
         loads: the measurements.
         forward_ms: ``N``, forward kernels (measured where known), whose differences are the start skew.
         generator: of the correction's initialisation.
+        fresh: whether the network is untrained; bandwidths then price what could not be measured.
 
     Returns:
         ``N x 2`` predictions of the held-out fold by coefficients that did not see it, NaN elsewhere.
     """
     exchange = model.exchange
+    if fresh and single_devices(loads):
+        exchange.assume_bandwidths()
     features = load_exchange_features(loads, forward_ms)
     held_out = folds(loads, model.config.num_members)[loads.measurement] == 0
     predictions = torch.full_like(loads.comms_ms, torch.nan)
@@ -78,7 +102,7 @@ def fit_exchange(model: CostNetwork, loads: DeviceLoads, forward_ms: Tensor, gen
 
 
 def _fit_direction(features: Tensor, truth: Tensor) -> Tensor:
-    matrix, y = features.double().numpy(), truth.double().numpy()
+    matrix, y = drop_ambiguous(features.double().numpy()), truth.double().numpy()
     weight = 1.0 / (y + max(0.1 * float(np.median(y)), 1e-9))
     coefficients = fit_nonnegative(matrix * weight[:, None], y * weight)
     if coefficients[SKEW] > 1:  # nobody waits longer than for the slowest
@@ -204,7 +228,7 @@ def _fit_exchange_to_steps(model: CostNetwork, loads: DeviceLoads) -> None:
         return
     fixed = _padded(model, loads, torch.where(measured.isfinite(), measured, compute.sum(dim=1)))
     coefficients = bottleneck_fit(
-        features.double().numpy()[rows],
+        drop_ambiguous(features.double().numpy()[rows]),
         fixed[rows],
         loads.step_ms.double().numpy()[rows],
         np.ones(len(EXCHANGE_FEATURES)),
@@ -227,7 +251,8 @@ def _fit_compute_to_steps(
         kernel = torch.cat([occupied, sums[:, :NUM_KERNEL_QUANTITIES]], dim=1)
         # Without the skew: the kernels whose ends it compares are only now being found.
         exchange = exchange_features(values, torch.zeros_like(values), loads.tasks) * float(with_exchange)
-        design = torch.cat([loads.by_measurement(kernel), exchange], dim=-1)[known].double().numpy()
+        own = loads.by_measurement(kernel)[known].double().numpy()
+        design = np.concatenate([own, drop_ambiguous(exchange[known].double().numpy())], axis=-1)
         fixed = _padded(model, loads, loads.comms_ms.sum(dim=1).nan_to_num(0.0))[known.numpy()]
         start = np.ones(design.shape[-1])
         coefficients = bottleneck_fit(design, fixed, loads.step_ms[known].double().numpy(), start)

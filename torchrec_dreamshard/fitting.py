@@ -27,7 +27,7 @@ from torchrec_dreamshard.compute_fitting import (
 from torchrec_dreamshard.config import CostConfig
 from torchrec_dreamshard.cost_model import CostModel
 from torchrec_dreamshard.cost_network import CostNetwork, make_cost_model
-from torchrec_dreamshard.exchange_fitting import fit_exchange, fit_step
+from torchrec_dreamshard.exchange_fitting import fit_exchange, fit_step, single_devices
 from torchrec_dreamshard.loads import DeviceLoads, collect_loads, usable
 from torchrec_dreamshard.measurement import FloatArray, Measurement
 from torchrec_dreamshard.paper_cost_network import PaperCostNetwork
@@ -35,7 +35,9 @@ from torchrec_dreamshard.paper_fitting import fit_paper
 
 logger = logging.getLogger(__name__)
 
-_EXACT = 0.02  # held-out error below that of repeated measurements: a prior that is nearer still proves nothing
+_EXACT = 0.005  # held-out error far below that of repeated measurements: a nearer prior proves nothing
+_WORSE = 1.02  # times the prior's error
+_MIN_CORRELATION, _UNLIKE = 0.5, 0.1  # ranks do not matter where all costs are nearly equal
 _MIN_JUDGED = 8  # fewer held-out values do not tell anything
 _CONTRADICTION = 1.5  # ratio between costs of one and the same placement
 
@@ -71,7 +73,11 @@ class FitReport:
     num_failed: int
     num_contradictory: int
     """Measurements whose placement was also measured with a clearly different cost."""
+    num_repeated: int
+    """Measurements of a placement beyond its first; they are held out together, never to judge each other."""
     num_loads: int
+    notes: tuple[str, ...] = ()
+    """What to know of a model even if it is ready."""
     terms: dict[str, TermReport] = field(default_factory=dict)
     """By name of the term; "compute_ms" is forward plus backward, "step_ms" the overall cost."""
 
@@ -121,12 +127,12 @@ def fit_cost_model(
         reason=reason,
         num_measurements=len(kept),
         num_failed=len(measurements) - len(kept),
-        num_contradictory=_count_contradictory(kept),
+        num_contradictory=count_contradictory(kept),
+        num_repeated=len(kept) - int(loads.repeat.max()) - 1,
         num_loads=loads.num_loads,
+        notes=_notes(kept, loads, fresh=model is None),
         terms=terms,
     )
-    if report.num_contradictory:
-        logger.warning("%d measurements contradict others of the same placement", report.num_contradictory)
     return fitted.eval().requires_grad_(False), report
 
 
@@ -136,47 +142,55 @@ def _fit_network(
     generator = torch.Generator().manual_seed(seed)
     fit_compute(model, loads, fresh=fresh, generator=generator, progress=progress)
     held_out = held_out_predictions(model, loads)
+    alone = _term(held_out.compute_ms.sum(dim=1), loads.compute_ms[:, 2], held_out.judged, held_out.prior_ms.sum(dim=1))
+    if fresh and alone is not None and worse_than_prior(alone):
+        logger.info("the learned corrections do not beat the physical prior on held-out measurements: dropped")
+        model.drop_corrections()
+        held_out = held_out._replace(compute_ms=held_out.prior_ms)
     calibrate_spread(model, loads, held_out)
     measured = loads.compute_ms[:, 0]
     forward = torch.where(measured.isfinite(), measured, held_out.compute_ms[:, 0])
-    comms = fit_exchange(model, loads, forward, generator)
+    comms = fit_exchange(model, loads, forward, generator, fresh=fresh)
     fit_step(model, loads, generator, fresh=fresh)
     return _report(model, loads, held_out, comms)
 
 
+def _term(
+    predicted: Tensor, truth: Tensor, judged: Tensor | None = None, prior: Tensor | None = None, **more: float
+) -> TermReport | None:
+    """Errors where the truth is known and not 0 (and ``judged``), or None where there are too few values."""
+    rows = truth.isfinite() & predicted.isfinite() & (truth > 0)
+    rows = rows if judged is None else rows & judged
+    if int(rows.sum()) < 2:
+        return None
+    arrays = [x[rows].double().numpy() for x in (predicted, truth)]
+    alone = None if prior is None else prior[rows].double().numpy()
+    return TermReport(
+        num_values=len(arrays[0]),
+        mape=_mape(*arrays),
+        rank_correlation=rank_correlation(*arrays),
+        weighted_error=_weighted_error(*arrays),
+        prior_mape=None if alone is None else _mape(alone, arrays[1]),
+        prior_weighted_error=None if alone is None else _weighted_error(alone, arrays[1]),
+        **more,
+    )
+
+
 def _report(model: CostNetwork, loads: DeviceLoads, held_out: HeldOut, comms: Tensor) -> dict[str, TermReport]:
-    rows = torch.nonzero(held_out.judged).squeeze(1)
-    terms: dict[str, TermReport] = {}
-
-    def add(name: str, predicted: Tensor, truth: Tensor, prior: Tensor | None = None, **more: float) -> None:
-        usable_rows = truth.isfinite() & predicted.isfinite() & (truth > 0)
-        if int(usable_rows.sum()) >= 2:
-            arrays = [x[usable_rows].double().numpy() for x in (predicted, truth)]
-            alone = None if prior is None else prior[usable_rows].double().numpy()
-            terms[name] = TermReport(
-                num_values=len(arrays[0]),
-                mape=_mape(*arrays),
-                rank_correlation=rank_correlation(*arrays),
-                weighted_error=_weighted_error(*arrays),
-                prior_mape=None if alone is None else _mape(alone, arrays[1]),
-                prior_weighted_error=None if alone is None else _weighted_error(alone, arrays[1]),
-                **more,
-            )
-
-    if len(rows):
-        compute, prior, truth = held_out.compute_ms[rows], held_out.prior_ms[rows], loads.compute_ms[rows]
-        if truth[:, :2].isfinite().any():
-            for index, name in enumerate(("forward_compute_ms", "backward_compute_ms")):
-                add(name, compute[:, index], truth[:, index], prior[:, index])
+    compute, prior, truth = held_out.compute_ms, held_out.prior_ms, loads.compute_ms
+    judged, terms = held_out.judged, {}
+    for index, name in enumerate(("forward_compute_ms", "backward_compute_ms")):
+        terms[name] = _term(compute[:, index], truth[:, index], judged, prior[:, index])
+    if judged.any():
         with torch.no_grad():
-            latents = loads.sums(model.encode_shards(loads.shard_features, loads.shard_hardware))[rows]
-            deviation = model.compute_std(latents, loads.load_hardware[rows])
-        inside = ((compute.sum(dim=1) - truth[:, 2]).abs() <= 1.645 * deviation).double().mean()
-        add("compute_ms", compute.sum(dim=1), truth[:, 2], prior.sum(dim=1), inside_90=float(inside))
+            latents = loads.sums(model.encode_shards(loads.shard_features, loads.shard_hardware))
+            deviation = model.compute_std(latents, loads.load_hardware)
+        inside = ((compute.sum(dim=1) - truth[:, 2]).abs() <= 1.645 * deviation)[judged].double().mean()
+        terms["compute_ms"] = _term(compute.sum(dim=1), truth[:, 2], judged, prior.sum(dim=1), inside_90=float(inside))
     for index, name in enumerate(("forward_comms_ms", "backward_comms_ms")):
-        add(name, comms[:, index], loads.comms_ms[:, index])
-    add("step_ms", _held_out_steps(model, loads, held_out), loads.step_ms)
-    return terms
+        terms[name] = _term(comms[:, index], loads.comms_ms[:, index])
+    terms["step_ms"] = _term(_held_out_steps(model, loads, held_out), loads.step_ms)
+    return {name: term for name, term in terms.items() if term is not None}
 
 
 def _held_out_steps(model: CostNetwork, loads: DeviceLoads, held_out: HeldOut) -> Tensor:
@@ -188,6 +202,18 @@ def _held_out_steps(model: CostNetwork, loads: DeviceLoads, held_out: HeldOut) -
         return model.combine(loads.by_measurement(compute), loads.by_measurement(latents), loads.tasks).step_ms
 
 
+def worse_than_prior(term: TermReport) -> bool:
+    """Whether the prior alone predicts a term better, on balance of small loads and large ones."""
+    if term.prior_mape is None or term.prior_weighted_error is None:
+        return False
+    if max(term.mape, term.weighted_error) <= _EXACT:
+        return False
+    # Small loads count in one, large ones in the other: losses here and gains there are weighed by their ratios.
+    plain = (term.mape + _EXACT) / (term.prior_mape + _EXACT)
+    weighted = (term.weighted_error + _EXACT) / (term.prior_weighted_error + _EXACT)
+    return plain * weighted > _WORSE**2
+
+
 def doubts(terms: dict[str, TermReport]) -> str:
     """Why the model is not ready, or an empty string."""
     if not terms:
@@ -195,20 +221,41 @@ def doubts(terms: dict[str, TermReport]) -> str:
     for name, term in terms.items():
         if term.num_values < _MIN_JUDGED:
             return f"only {term.num_values} held-out values of {name}, at least {_MIN_JUDGED} are needed to judge it"
-        if term.prior_mape is None or term.prior_weighted_error is None:
+    for name in ("compute_ms", "step_ms"):
+        if name not in terms:
             continue
-        if term.mape <= _EXACT:
-            continue
-        # Worse on small loads for the sake of large ones is no fault, nor the other way round.
-        if term.mape > 1.02 * term.prior_mape + 1e-3 and term.weighted_error > 1.02 * term.prior_weighted_error + 1e-3:
+        term = terms[name]
+        if worse_than_prior(term):
             return (
-                f"{name} is predicted worse ({term.mape:.1%} held-out error) than by the physical prior alone "
-                f"({term.prior_mape:.1%})"
+                f"{name} is predicted worse (held-out error {term.mape:.1%}, {term.weighted_error:.1%} weighted by "
+                f"load) than by the physical prior alone ({term.prior_mape:.1%}, {term.prior_weighted_error:.1%}): "
+                "measure more placements, or more different ones"
+            )
+        if term.rank_correlation < _MIN_CORRELATION and term.mape > _UNLIKE:
+            return (
+                f"predicted {name} hardly follows the measured one (rank correlation {term.rank_correlation:.2f}, "
+                f"error {term.mape:.1%}): repeat some measurements to see their noise, then measure more"
             )
     return ""
 
 
-def _count_contradictory(measurements: Sequence[Measurement]) -> int:
+def _notes(measurements: Sequence[Measurement], loads: DeviceLoads, *, fresh: bool) -> tuple[str, ...]:
+    notes = []
+    if contradictory := count_contradictory(measurements):
+        notes.append(
+            f"{contradictory} measurements contradict others of the same placement (more than {_CONTRADICTION:g} times "
+            "apart): a cost between them is learned; remove the wrong ones, or measure again on a quiet machine"
+        )
+    if fresh and single_devices(loads):
+        notes.append(
+            "every measurement is of a single device, so the exchange between devices is not learned but priced by the "
+            "bandwidths of the hardware: add measurements of at least two devices"
+        )
+    return tuple(notes)
+
+
+def count_contradictory(measurements: Sequence[Measurement]) -> int:
+    """Measurements whose placement was also measured at a clearly different cost."""
     totals: dict[object, list[float]] = {}
     for m in measurements:
         assert m.cost is not None

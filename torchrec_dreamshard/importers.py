@@ -1,12 +1,7 @@
 """Timings taken elsewhere as measurements: a plain CSV with one row per shard of each measured placement.
 
-Columns (any order): ``measurement`` (any label; rows with the same label are one placement), ``device`` (index),
-then the shard's ``rows``, ``dim``, ``pooling_factor`` and any other field of ``ShardSpec`` (``batch_size``,
-``weight_dtype``, ``reuse_histogram`` as 17 numbers separated by spaces, ...), and the costs of the row's device in ms:
-``forward_compute_ms``, ``backward_compute_ms``, ``compute_ms``, ``forward_comms_ms``, ``backward_comms_ms``;
-``step_ms`` of the whole placement.
-Costs repeat in every row of a device, or stand in one of them. A row with an empty
-``dim`` is a device without shards. Unknown costs stay empty or have no column.
+Costs repeat in every row of a device, or stand in one of them. A row with an empty ``dim`` is a device without shards.
+Unknown costs stay empty or have no column; see ``COLUMNS_HELP`` for the columns.
 """
 
 from __future__ import annotations
@@ -23,6 +18,15 @@ import numpy as np
 from torchrec_dreamshard.measurement import TERMS, CostBreakdown, FloatArray, Measurement, Provenance
 from torchrec_dreamshard.types import HardwareSpec, PlacementTask, ShardSpec
 
+COLUMNS_HELP = (
+    "a CSV has one row per table of each measured placement, with the columns measurement (a label; rows that share it "
+    "are one placement), device (its index from 0), rows, dim, pooling_factor, any other field of ShardSpec "
+    "(batch_size, weight_dtype, optimizer, reuse_histogram as 17 numbers between spaces, ...), and what is known of "
+    "the costs in ms: per device forward_compute_ms, backward_compute_ms, compute_ms (both together), "
+    "forward_comms_ms, backward_comms_ms, and step_ms of the whole placement"
+)
+"""The file format in one sentence, for people."""
+
 _DEVICE_COSTS = (*TERMS, "compute_ms")
 _SHARD_FIELDS = tuple(f.name for f in dataclasses.fields(ShardSpec) if f.init)
 _INTEGERS = ("rows", "dim", "batch_size", "num_features", "hbm_bytes", "ddr_bytes")
@@ -35,7 +39,7 @@ def load_csv(path: str | Path, hardware: HardwareSpec | None = None) -> list[Mea
     """Reads measurements from a CSV file, in the order in which their labels appear.
 
     Args:
-        path: the file; see the module's text for its columns.
+        path: the file; see ``COLUMNS_HELP`` for its columns.
         hardware: what was measured; default a generic cuda device.
 
     Raises:
@@ -92,11 +96,25 @@ def _measurement(path: Path, label: str, rows: list[tuple[int, dict[str, str]]],
     except ValueError as error:
         raise ValueError(f"{path}, measurement {label!r}: {error}") from None
     return Measurement(
-        task=PlacementTask.uniform(shards, num_devices, hardware=hardware),
+        task=_task(shards, placement, num_devices, hardware),
         placement=tuple(placement),
         cost=cost,
         provenance=Provenance(profiler="csv", details={"file": path.name, "measurement": label}),
     )
+
+
+def _task(shards: list[ShardSpec], placement: list[int], num_devices: int, hardware: HardwareSpec) -> PlacementTask:
+    """With the default memory, or as much as the measured placement needs: it ran, so it fits."""
+    task = PlacementTask.uniform(shards, num_devices, hardware=hardware)
+    need = np.zeros((num_devices, 2), dtype=np.int64)
+    for shard, device in zip(task.shards, placement, strict=True):
+        need[device] += (shard.hbm_bytes, shard.ddr_bytes)
+    hbm, ddr = (int(most) for most in need.max(axis=0))
+    devices = tuple(
+        dataclasses.replace(device, hbm_bytes=max(device.hbm_bytes, hbm), ddr_bytes=max(device.ddr_bytes, ddr))
+        for device in task.devices
+    )
+    return PlacementTask(task.shards, devices, task.hardware)
 
 
 def _shard(row: Mapping[str, str]) -> ShardSpec:

@@ -46,6 +46,8 @@ class DeviceLoads:
     """The B tasks with their devices, without their shards."""
     step_ms: Tensor
     """``B``."""
+    repeat: Tensor
+    """``B``: measurements of the same placement of the same task share a number; numbers count from 0."""
     group: Tensor
     """``B``: measurements of the same task (shards, devices and hardware) share a number, which depends on nothing
     else."""
@@ -115,6 +117,8 @@ def collect_loads(measurements: Sequence[Measurement]) -> DeviceLoads:
     counts: list[int] = []
     owner: list[tuple[int, int]] = []
     compute, comms, steps, group = [], [], [], []
+    repeats: dict[tuple[int, tuple[int, ...]], int] = {}
+    repeat = []
     for row, measurement in enumerate(measurements):
         task, cost = measurement.task, measurement.cost
         assert cost is not None
@@ -129,6 +133,7 @@ def collect_loads(measurements: Sequence[Measurement]) -> DeviceLoads:
         comms.append(_columns(cost, ("forward_comms_ms", "backward_comms_ms"), task.num_devices))
         steps.append(np.nan if cost.step_ms is None else cost.step_ms)
         group.append(task_number(task))
+        repeat.append(repeats.setdefault((group[-1], measurement.placement), len(repeats)))
     load_counts = torch.tensor(counts, dtype=torch.int64)
     rows = torch.tensor(owner, dtype=torch.int64).reshape(-1, 2)
     hardware = torch.tensor([hardware_features(h) for _, h in distinct]).reshape(len(distinct), -1)
@@ -146,6 +151,7 @@ def collect_loads(measurements: Sequence[Measurement]) -> DeviceLoads:
         device=rows[:, 1],
         tasks=tasks,
         step_ms=torch.tensor(steps, dtype=torch.float32),
+        repeat=torch.tensor(repeat, dtype=torch.int64),
         group=torch.tensor(group, dtype=torch.int64),
     )
 

@@ -33,6 +33,7 @@ LOAD_QUANTITIES: tuple[str, ...] = (
     "longest_bag",
     "hottest_uses",
     "output_values",
+    "weight_gb",
 )
 """Names of the P quantities. ``_ms`` are bytes over the hardware's memory bandwidth, the others are in millions
 (``tables`` is a plain count, ``longest_bag`` in lookups, ``hottest_uses`` in thousands)."""
@@ -84,6 +85,7 @@ def load_quantities(features: Tensor, hardware: Tensor) -> Tensor:
         torch.expm1(log("log1p_pooling")),
         torch.expm1(log("log1p_hottest_uses")) / 1e3,
         output / 1e6,
+        torch.exp(log("log_weight_bytes")) * log("cached_share") / 1e9,
     )
     return torch.stack(quantities, dim=-1).clamp(min=0)
 

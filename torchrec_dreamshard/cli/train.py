@@ -15,6 +15,8 @@ from torchrec_dreamshard.cli.common import (
     progress_bar,
 )
 from torchrec_dreamshard.cli.inputs import PROFILER_HELP, add_task_arguments, load_tasks, make_profiler
+from torchrec_dreamshard.importers import COLUMNS_HELP
+from torchrec_dreamshard.measurement import Measurement
 
 _DESCRIPTION = (
     "Trains an agent: measures placements with --profiler, learns from --measurements, or both, and writes one file. "
@@ -29,7 +31,13 @@ def add_parser(subparsers: Any) -> None:
         "--out", type=output_file, required=True, metavar="FILE", help="agent file to write (.safetensors)"
     )
     parser.add_argument("--profiler", help=f"measure with this: {PROFILER_HELP}")
-    parser.add_argument("--measurements", nargs="+", default=[], metavar="STORE", help="stores to learn from")
+    parser.add_argument(
+        "--measurements",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help=f"stores (.jsonl, .jsonl.gz) or timings (.csv) to learn from; {COLUMNS_HELP}. --hardware names the device",
+    )
     parser.add_argument(
         "--num-measurements",
         type=non_negative_int,
@@ -46,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command; 1 if the agent was written but its report says that it is not ready."""
     from torchrec_dreamshard.agent import Agent
     from torchrec_dreamshard.config import TrainConfig
-    from torchrec_dreamshard.samples import load_measurements
     from torchrec_dreamshard.training import train
 
     num_measurements = args.num_measurements
@@ -56,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--num-measurements needs a --profiler to measure with")
     if not num_measurements and not args.measurements:
         raise ValueError("nothing to learn from: give --profiler, --measurements or both")
-    measurements = load_measurements(*args.measurements)
+    measurements = _load(args.measurements, args.hardware)
     start = Agent.load(args.agent) if args.agent else None
     profiler = make_profiler(args.profiler, args.seed) if args.profiler else None
     config = TrainConfig.paper() if args.paper else TrainConfig()
@@ -83,6 +90,18 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["ready"] else 1
 
 
+def _load(paths: list[str], hardware: str | None) -> list[Measurement]:
+    """Measurements of stores and of CSV files."""
+    from torchrec_dreamshard.hardware import named_hardware
+    from torchrec_dreamshard.importers import load_csv
+    from torchrec_dreamshard.samples import load_measurements
+
+    tables = [path for path in paths if path.lower().endswith(".csv")]
+    spec = named_hardware(hardware) if hardware else None
+    stores = load_measurements(*(path for path in paths if path not in tables))
+    return stores + [measurement for path in tables for measurement in load_csv(path, spec)]
+
+
 def _text(out: str, metadata: dict[str, Any], report: dict[str, Any]) -> str:
     rows = []
     for name, term in report["terms"].items():
@@ -91,7 +110,8 @@ def _text(out: str, metadata: dict[str, Any], report: dict[str, Any]) -> str:
     table = format_table(["held-out", "error", "prior alone", "rank corr.", "values"], rows)
     judged = "ready" if report["terms"] else "not judged, since this form holds nothing out"
     state = judged if report["ready"] else f"NOT READY to plan with: {report['reason']}"
+    notes = "".join(f"note: {note}\n" for note in report.get("notes", ()))
     return (
-        f"{table}\n{metadata['num_measurements']} measurements ({metadata['num_failed']} failed), "
+        f"{table}\n{notes}{metadata['num_measurements']} measurements ({metadata['num_failed']} failed), "
         f"{metadata['trained_on']}; wrote {out}: {state}"
     )
