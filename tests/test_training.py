@@ -200,7 +200,7 @@ def test_imitation_leads_to_the_refined_placement():
     before = trainer._imitation_loss(mdp, trail).item()
     for _ in range(40):
         trainer._update(trainer._imitation_loss(mdp, trail), "imitate")
-    assert trainer._imitation_loss(mdp, trail).item() < 0.5 * before
+    assert trainer._imitation_loss(mdp, trail).item() < 0.7 * before
 
 
 def test_the_best_policy_of_a_round_stays():

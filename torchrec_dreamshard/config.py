@@ -111,7 +111,7 @@ class TrainConfig:
     num_imitations: int = 20
     """Updates of a round that imitate the refined placements of ``tasks_per_update`` tasks, before REINFORCE
     (paper: none)."""
-    num_validations: int = 16
+    num_validations: int = 24
     """Practice tasks that the policy before, within and after the updates of a round places greedily under the cost
     model; the best one stays (paper: none, the last one stays)."""
     cost: CostConfig = CostConfig()

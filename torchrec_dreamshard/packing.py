@@ -23,7 +23,9 @@ IntArray = npt.NDArray[np.int64]
 PAIR_SHARDS = 12
 """Shards of a pair of devices that one repair step distributes anew: 2**12 ways, about 0.2 ms."""
 REPAIR_STEPS = 1500
-"""Repair steps before giving up (8 per device if that is more); keeps the refusal of a task under a second."""
+"""Repair steps before giving up (8 per device if that is more)."""
+STALLED_STEPS = 150
+"""Steps in a row without less overflow before giving up (2 per device if that is more), so that a refusal is quick."""
 MEMORIES = ("HBM", "host memory")
 
 
@@ -188,9 +190,12 @@ def _unload(
         return start
     placement: IntArray = start.copy()
     left = capacity - _used(need, capacity, placement)
+    least, stalled = np.inf, 0
     for step in range(max(REPAIR_STEPS, 8 * len(capacity))):
         over = _overflow(left, capacity)
-        if not over.any():
+        stalled = 0 if over.sum() < least - 1e-12 else stalled + 1
+        least = min(least, over.sum())
+        if not over.any() or stalled > max(STALLED_STEPS, 2 * len(capacity)):
             break
         first, second = _choose_pair(left, capacity, over, step, generator)
         members = np.flatnonzero((placement == first) | (placement == second))

@@ -16,6 +16,7 @@ one, and the higher the power the more only the slowest devices count.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +28,16 @@ from torchrec_dreamshard.mdp import NUM_PARTS, Observation
 from torchrec_dreamshard.paper_cost_network import paper_features
 
 POWERS = (4, 8, 16)
-"""Of the imbalances in the greedy rule."""
+"""Of the imbalances in the greedy rule; powers of two, which squaring reaches."""
 NUM_RULE_FEATURES = (NUM_PARTS + 1) * len(POWERS) + 2
 """The greedy rule's features, which come first."""
 NUM_POLICY_FEATURES = NUM_RULE_FEATURES + 7 * NUM_PARTS + 11
-_FIRST_RULE = (*([0.0] * 4), 1.0, 1.0, 1.0, 0.0, *([0.0] * 4), 1.0, 0.0)
-"""The untrained rule: the parts' imbalance in the middle power, and the growth of their maxima."""
+_RULES = tuple(
+    (*(weight for power in weights for weight in (power, power, power, 0.0)), 1.0, 0.0)
+    for weights in ((0.0, 1.0, 0.0), (1.0, 0.0, 0.0), (0.0, 1.0, 0.3))
+)
+"""Rules to start from: the parts' imbalance in some powers, and the growth of their maxima; the first is untrained."""
+_CORRECTION_RATE = 0.2  # of the learning rate: the rule's few weights learn first, noise in the many others harms it
 _LARGEST = 1e4  # keeps 16th powers of loads far beyond balance finite
 
 
@@ -64,6 +69,14 @@ class Policy(nn.Module, ABC):
             ``... x D``, any value where illegal.
         """
 
+    def parameter_groups(self, learning_rate: float) -> list[dict[str, Any]]:
+        """The parameters with their learning rates, for an optimizer."""
+        return [{"params": list(self.parameters()), "lr": learning_rate}]
+
+    def alternatives(self) -> list[dict[str, Tensor]]:
+        """Other states of the policy that may be better under the cost model at hand, worth a try."""
+        return []
+
     def log_probs(self, features: Tensor, own: Tensor, legal: Tensor) -> Tensor:
         """Log-probabilities of the devices, ``... x D``; minus infinity where illegal."""
         return functional.log_softmax(self.scores(features, own, legal).masked_fill(~legal, -torch.inf), dim=-1)
@@ -80,7 +93,7 @@ class PolicyNetwork(Policy):
         self.device = nn.Linear(NUM_POLICY_FEATURES, config.hidden)
         self.mix = nn.Linear(3 * config.hidden, config.hidden)
         self.out = nn.Linear(config.hidden, 1)
-        self.rule = nn.Parameter(config.greed * torch.tensor(_FIRST_RULE))
+        self.rule = nn.Parameter(config.greed * torch.tensor(_RULES[0]))
 
     def reset(self, generator: torch.Generator) -> None:
         """Draws the weights anew; the correction starts at zero."""
@@ -90,7 +103,20 @@ class PolicyNetwork(Policy):
                 layer.bias.zero_()
             self.out.weight.zero_()
             self.out.bias.zero_()
-            self.rule.copy_(self.config.greed * torch.tensor(_FIRST_RULE))
+            self.rule.copy_(self.config.greed * torch.tensor(_RULES[0]))
+
+    def parameter_groups(self, learning_rate: float) -> list[dict[str, Any]]:
+        """The rule's weights move in units of the greed, the correction's slowly."""
+        correction = [parameter for name, parameter in self.named_parameters() if name != "rule"]
+        return [
+            {"params": [self.rule], "lr": learning_rate * max(self.config.greed, 1.0)},
+            {"params": correction, "lr": learning_rate * _CORRECTION_RATE},
+        ]
+
+    def alternatives(self) -> list[dict[str, Tensor]]:
+        """The same correction with each of the rules to start from."""
+        state = {name: tensor.clone() for name, tensor in self.state_dict().items()}
+        return [{**state, "rule": self.config.greed * torch.tensor(rule)} for rule in _RULES]
 
     def encode(self, tasks: TaskTensors) -> Tensor:
         """See ``Policy.encode``."""
@@ -163,14 +189,19 @@ def _imbalance_growth(load: Tensor, load_with: Tensor, balanced: Tensor) -> Tens
     Returns:
         ``... x 4 len(POWERS)``, for each power the three parts and their sum.
     """
+    weight = _with_sum(balanced)
+    relative = _with_sum(torch.stack([load, load_with])) / weight.clamp(min=1e-6)
+    growth, power, reached = [], relative, 1
+    for wanted in POWERS:
+        while reached < wanted:
+            power, reached = power.square(), 2 * reached
+        growth.append(weight * (power[1] - power[0]))
+    return torch.cat(growth, dim=-1)
 
-    def with_sum(parts: Tensor) -> Tensor:
-        return torch.cat([parts, parts.sum(dim=-1, keepdim=True)], dim=-1)
 
-    weight = with_sum(balanced)
-    scale = weight.clamp(min=1e-6)
-    before, after = with_sum(load) / scale, with_sum(load_with) / scale
-    return torch.cat([weight * (after**power - before**power) for power in POWERS], dim=-1)
+def _with_sum(parts: Tensor) -> Tensor:
+    """``... x 3`` to ``... x 4``."""
+    return torch.cat([parts, parts.sum(dim=-1, keepdim=True)], dim=-1)
 
 
 class PaperPolicyNetwork(Policy):

@@ -108,7 +108,7 @@ class Trainer:
         self.fitted, self.num_fitted = agent is not None, 0
         self.report: FitReport | None = None
         updates = config.num_iterations * (config.num_imitations + config.num_updates)
-        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=config.learning_rate)
+        self.optimizer = torch.optim.Adam(self.policy.parameter_groups(config.learning_rate))
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, max(1, updates))
         self.progress, self.done, self.total = progress, 0, config.num_measurements + config.num_iterations + updates
 
@@ -188,6 +188,9 @@ class Trainer:
         """Improves the policy on the estimated MDP."""
         if not self.fitted:
             return
+        practice = self._practice(self.config.num_validations) if self.config.num_validations else None
+        if practice is not None:
+            self._keep_best(practice, [copy.deepcopy(self.policy.state_dict()), *self.policy.alternatives()])
         self.policy.train()
         states = [copy.deepcopy(self.policy.state_dict())]
         if self.config.num_imitations:
@@ -199,12 +202,11 @@ class Trainer:
             self._update(self._reinforce_loss(self._practice(self.config.tasks_per_update)), "improve")
         states.append(copy.deepcopy(self.policy.state_dict()))
         self.policy.eval()
-        if self.config.num_validations:
-            self._keep_best(states)
+        if practice is not None:
+            self._keep_best(practice, states)
 
-    def _keep_best(self, states: Sequence[dict[str, Tensor]]) -> None:
+    def _keep_best(self, mdp: EstimatedMDP, states: Sequence[dict[str, Tensor]]) -> None:
         """Takes the policy with the shortest steps: acting greedily is not what the updates train."""
-        mdp = self._practice(self.config.num_validations)
         steps = []
         for state in states:
             self.policy.load_state_dict(state)
