@@ -1,10 +1,13 @@
 """What ``record_costs`` costs a running job.
 
-    python benchmarks/hook_overhead.py [--ranks 2] [--blocks 10] [--json]
+    python benchmarks/hook_overhead.py [--ranks 2] [--pairs 24] [--json]
 
-Trains a sharded ``EmbeddingBagCollection`` on Gloo ranks of this host, in blocks of steps that are recorded and blocks
-that are not, in turn, and compares the blocks pairwise: a change of the machine's speed touches both of a pair. Each
-recorded block holds everything that recording does: attaching, timing, gathering, appending, detaching.
+Trains a sharded ``EmbeddingBagCollection`` on Gloo ranks of this host, in short blocks of steps that are recorded and
+blocks that are not, in turn, and compares them pairwise: a change of the machine's speed touches both of a pair. A
+recorded block holds everything that recording does: attaching, timing, gathering, appending, detaching. Given are the
+median of the pairs' ratios and its 95 % interval (of order statistics), for the time on the wall and for the cores'
+time of rank 0, which neighbours disturb less; and, for machines too noisy to see so small a difference, the cores' time
+that rank 0's main thread spends inside the recorder, which lacks only the dispatch of its callbacks.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +33,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_dreamshard.profiling.hooks import record_costs
+from torchrec_dreamshard.profiling.hooks import CostRecorder, record_costs
+from torchrec_dreamshard.profiling.live_model import KernelLookups
 from torchrec_dreamshard.samples import MeasurementStore
 
 NUM_TABLES, DIM, ROWS, LOOKUPS = 24, 64, 100_000, 8
@@ -55,6 +60,29 @@ def steps(model: DistributedModelParallel, batch: KeyedJaggedTensor, count: int)
         model(batch).values().sum().backward()
 
 
+class InsideRecorder:
+    """Adds up the time of this thread inside the recorder's methods."""
+
+    def __init__(self) -> None:
+        self.ns, self._depth = 0, 0
+        for name in ("attach", "detach", "_on_step", "_mark", "_span", "_watch_node", "_watch_backward_exchange"):
+            setattr(CostRecorder, name, self._timed(getattr(CostRecorder, name)))
+        KernelLookups.note = self._timed(KernelLookups.note)
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._depth += 1
+            start = time.thread_time_ns()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self.ns += time.thread_time_ns() - start
+
+        return timed
+
+
 def run(rank: int, port: int, path: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(args.ranks), "LOCAL_RANK": str(rank)}
@@ -68,49 +96,61 @@ def run(rank: int, port: int, path: str, args: argparse.Namespace) -> None:
         lengths=torch.full((count,), LOOKUPS),
     )
     store = MeasurementStore(path)
-    steps(model, batch, 10)
-    pairs = []
-    for block in range(args.blocks):
-        pair = {}
-        for recorded in (False, True) if block % 2 else (True, False):
+    with record_costs(model, store):  # the first record loads what later ones find
+        steps(model, batch, 10)
+    times = np.zeros((args.pairs, 2, 2))  # pairs x (plain, recorded) x (wall, cores)
+    for pair in range(args.pairs):
+        for recorded in (0, 1) if pair % 2 else (1, 0):
             distributed.barrier()
-            start = time.perf_counter()
-            with record_costs(model, store, steps_per_record=20) if recorded else contextlib.nullcontext():
+            wall, cores = time.perf_counter(), time.process_time()
+            with record_costs(model, store, steps_per_record=args.steps) if recorded else contextlib.nullcontext():
                 steps(model, batch, args.steps)
-            pair[recorded] = 1000 * (time.perf_counter() - start) / args.steps
-        pairs.append((pair[False], pair[True]))
+            times[pair, recorded] = time.perf_counter() - wall, time.process_time() - cores
+    inside = InsideRecorder()  # last, as it slows recording down
+    blocks = max(2, args.pairs // 10)
+    for _ in range(blocks):
+        with record_costs(model, store, steps_per_record=args.steps):
+            steps(model, batch, args.steps)
     if rank == 0:
-        report(np.array(pairs), len(list(store)), args)
+        report(1000 * times / args.steps, inside.ns / 1e6 / blocks / args.steps, len(list(store)), args)
     distributed.barrier()
     distributed.destroy_process_group()
 
 
-def report(pairs: Any, num_records: int, args: argparse.Namespace) -> None:
-    ratios = pairs[:, 1] / pairs[:, 0] - 1
-    middle = float(np.median(ratios))
-    spread = 1.25 * float(np.std(ratios, ddof=1)) / np.sqrt(len(ratios))  # standard error of a median
-    result = {
-        "ranks": args.ranks,
-        "step_ms": round(float(np.median(pairs[:, 0])), 3),
-        "recorded_step_ms": round(float(np.median(pairs[:, 1])), 3),
-        "overhead": round(middle, 5),
-        "standard_error": round(spread, 5),
-        "records": num_records,
+def overhead(times: Any) -> dict[str, float]:
+    """Median of the pairs' ratios less 1, with its distribution-free 95 % interval."""
+    ratios = np.sort(times[:, 1] / times[:, 0] - 1)
+    reach = 0.98 * np.sqrt(len(ratios))  # in ranks: 1.96 standard deviations of a binomial with share 1/2
+    low, high = int(max(0, len(ratios) / 2 - reach)), int(min(len(ratios) - 1, len(ratios) / 2 + reach))
+    return {
+        "plain_ms": round(float(np.median(times[:, 0])), 3),
+        "recorded_ms": round(float(np.median(times[:, 1])), 3),
+        "overhead": round(float(np.median(ratios)), 5),
+        "low": round(float(ratios[low]), 5),
+        "high": round(float(ratios[high]), 5),
     }
+
+
+def report(times: Any, inside_ms: float, num_records: int, args: argparse.Namespace) -> None:
+    kinds = {"wall": overhead(times[..., 0]), "cores": overhead(times[..., 1])}
+    share = inside_ms / kinds["cores"]["plain_ms"]
     if args.json:
-        print(json.dumps(result))
-    else:
-        print(
-            f"{args.ranks} ranks, {args.blocks} pairs of {args.steps} steps: a step takes {result['step_ms']} ms, "
-            f"recorded {result['recorded_step_ms']} ms; overhead {middle:.2%} +- {spread:.2%} (median of pairs)"
-        )
+        inside = {"inside_ms": round(inside_ms, 4), "inside_share": round(share, 5)}
+        print(json.dumps({"ranks": args.ranks, "pairs": args.pairs, "records": num_records, **kinds, **inside}))
+        return
+    print(f"{args.ranks} ranks, {args.pairs} pairs of blocks of {args.steps} steps, {num_records} records")
+    print(f"{'time of a step':16}{'plain ms':>10}{'recorded':>10}{'overhead':>10}{'95 % interval':>22}")
+    for kind, row in kinds.items():
+        interval = f"{row['low']:.2%} to {row['high']:.2%}"
+        print(f"{kind:16}{row['plain_ms']:10.3f}{row['recorded_ms']:10.3f}{row['overhead']:10.2%}{interval:>22}")
+    print(f"inside the recorder: {inside_ms:.3f} ms of a step, {share:.2%} of its cores' time")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=50, help="steps of a block, one record (default: 50)")
     parser.add_argument("--batch-size", type=int, default=1024, help="samples of one rank")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

@@ -51,7 +51,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 class FusedKernel:
     """One fused op with its weights, its optimizer and one batch of lookups.
 
-    Every run looks up the same batch. The tables of a ``fused_uvm_caching`` kernel are therefore found in their cache as
+    Every run looks up the same batch. The rows of a ``fused_uvm_caching`` kernel are therefore found in its cache as
     far as the batch fits into it, which is the best that a job can see.
 
     Args:

@@ -70,7 +70,7 @@ class CostRecorder:
         model: nn.Module,
         store: MeasurementStore,
         *,
-        steps_per_record: int = 20,
+        steps_per_record: int = 50,
         hardware: HardwareSpec | None = None,
         group: distributed.ProcessGroup | None = None,
     ) -> None:
@@ -273,7 +273,7 @@ def record_costs(
     model: nn.Module,
     store: MeasurementStore,
     *,
-    steps_per_record: int = 20,
+    steps_per_record: int = 50,
     hardware: HardwareSpec | None = None,
     group: distributed.ProcessGroup | None = None,
 ) -> CostRecorder:

@@ -27,8 +27,8 @@ from torchrec_dreamshard.validation import integer
 FloatArray = npt.NDArray[np.float64]
 
 _CPU_FLUSH_BYTES = 64 * 1024**2  # twice the last-level cache of a common server core complex
-# Many times any L2, and 0.5 ms or more of any GPU's time: the host then queues the whole phase behind the flush, so that
-# what it takes to launch the kernels does not show as gaps between them.
+# Many times any L2, and 0.5 ms or more of any GPU's time: the host queues the whole phase behind the flush meanwhile,
+# so that what it takes to launch the kernels does not show as gaps between them.
 _CUDA_FLUSH_BYTES = 2 * 1024**3
 _WAITED_SHARE, _WAITED_NS = 0.02, 50_000  # wall time off the core that still counts as undisturbed
 
