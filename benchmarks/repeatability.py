@@ -4,7 +4,8 @@
 
 Measures the first combinations of the sampling plan, all of them once and then all of them again, so that the two
 runs of a combination lie apart in time. The difference is that of the two medians over their mean. The second table
-is the total variation distance between the reuse histograms asked for and drawn, over the public pool.
+compares lookups with the statistics they are drawn from, over the public pool: the total variation distance between
+the reuse histograms, and the relative difference of the numbers of distinct ids (of tables with 100 or more).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torchrec_dreamshard.profiling.devices import device_name, named_device
 from torchrec_dreamshard.profiling.fbgemm_profiler import FBGEMMProfiler
 from torchrec_dreamshard.profiling.sampling import SamplingPlan
 from torchrec_dreamshard.profiling.workloads import make_bags, reuse_histogram
+from torchrec_dreamshard.reuse import unique_rows
 from torchrec_dreamshard.samples import MeasurementStore
 
 BATCH_SIZES = (1024, 65_536)
@@ -46,16 +48,20 @@ def repeated(device: str, num_samples: int) -> dict[str, object]:
     return {"device": device_name(torch.device(device)), "samples_per_minute": measured / minutes, "difference": table}
 
 
-def histogram_distances(every: int) -> dict[str, dict[str, float]]:
+def workload_distances(every: int) -> dict[str, dict[str, float]]:
     rng = np.random.default_rng(0)
     table = {}
     for batch_size in BATCH_SIZES:
-        distances = []
+        distances, differences = [], []
         for shard in (rebatch(shard, batch_size) for shard in load_public_pool(include_unused=False)[::every]):
-            drawn = reuse_histogram(make_bags(shard, rng).indices)
+            ids = make_bags(shard, rng).indices
+            drawn, wanted = reuse_histogram(ids), unique_rows(shard)
             if drawn is not None and shard.reuse_histogram is not None:
                 distances.append(0.5 * np.abs(np.subtract(drawn, shard.reuse_histogram)).sum())
-        table[str(batch_size)] = dict(zip(("median", "p90", "max"), _summary(distances), strict=True))
+            if wanted >= 100:
+                differences.append(abs(len(ids.unique()) / wanted - 1))
+        for kind, values in (("histogram", distances), ("distinct ids", differences)):
+            table[f"{kind}, batch {batch_size}"] = dict(zip(("median", "p90", "max"), _summary(values), strict=True))
     return table
 
 
@@ -67,10 +73,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=30)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--every", type=int, default=10, help="tables of the pool for the histograms: every n-th")
+    parser.add_argument("--every", type=int, default=10, help="tables of the pool for the lookups: every n-th")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    result = {"repeatability": repeated(args.device, args.samples), "histograms": histogram_distances(args.every)}
+    result = {"repeatability": repeated(args.device, args.samples), "workloads": workload_distances(args.every)}
     if args.json:
         print(json.dumps(result))
         return
@@ -79,9 +85,9 @@ def main() -> None:
     print(f"{'difference':12}{'median':>9}{'90 %':>9}{'max':>9}")
     for term, row in runs["difference"].items():
         print(f"{term:12}{row['median']:9.1%}{row['p90']:9.1%}{row['max']:9.1%}")
-    print(f"\n{'histogram distance, batch':26}{'median':>9}{'90 %':>9}{'max':>9}")
-    for batch_size, row in result["histograms"].items():
-        print(f"{batch_size:26}{row['median']:9.4f}{row['p90']:9.4f}{row['max']:9.4f}")
+    print(f"\n{'lookups, distance of':28}{'median':>9}{'90 %':>9}{'max':>9}")
+    for kind, row in result["workloads"].items():
+        print(f"{kind:28}{row['median']:9.4f}{row['p90']:9.4f}{row['max']:9.4f}")
 
 
 if __name__ == "__main__":
