@@ -57,10 +57,12 @@ def test_topology_file(tables, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--world-size", "2", "--batch-size", "1", "--hbm-gib", "1e-4", "--ddr-gib", "1e-4"], "shard bags.a needs"),
+        (["--world-size", "2", "--batch-size", "1", "--hbm-gib", "1e-4", "--ddr-gib", "1e-4"], "table bags.a needs"),
         ([], "world size"),
         (["--world-size", "3", "--local-world-size", "2"], "multiple of its local_world_size"),
         (["--world-size", "2", "--pin", "a"], "TABLE=RANK"),
+        (["--world-size", "2", "--pin", "a=2"], "pins must be ranks from 0 to 1, got 2 for table a"),
+        (["--world-size", "2", "--pin", "a=0", "--pin", "a=1"], "gives table a the ranks 0 and 1"),
         (["--world-size", "2", "--previous", "none.json"], "none.json"),
         (["--world-size", "2", "--topology", "none.json"], "none.json"),
         (["--world-size", "2", "--hbm-gib", "1", "--out", "none/plan.json"], "no folder 'none'"),

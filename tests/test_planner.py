@@ -277,6 +277,23 @@ def test_explanation():
     assert "bottleneck" in str(explanation) and "t0: " in str(explanation)
 
 
+def test_explanation_names_what_binds():
+    """Memory of less loaded ranks, least widths and fixed kernels."""
+    constraints = {
+        "t0": ParameterConstraints(sharding_types=["column_wise"], min_partition=32, compute_kernels=["fused"]),
+        "t1": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"], pooling_factors=[50.0]),
+        "t2": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"]),
+    }
+    model = bag_collection("meta", rows=(1000, 1_000_000, 1_100_000), dims=(64, 64, 64))  # 256 and 282 MB
+    topology = quiet_topology(2, "cuda", hbm_cap=300_000_000)
+    ours = planner(topology, constraints=constraints, storage_reservation=NO_RESERVATION)
+    ours.plan(model, BAGS)
+    why = {reason.table: reason.why for reason in ours.explain().tables}
+    assert "at least 32 columns (min_partition)" in why["t0"]
+    assert "constrained to compute_kernels ['fused']" in why["t0"]
+    assert "less loaded, has no memory left for it" in why["t1"]  # next to t2
+
+
 def test_plan_runs_under_meta_and_real_devices_alike():
     plans = [planner(seed=1).plan(bag_collection(device), BAGS) for device in ("meta", "cpu")]
     assert plans[0] == plans[1]

@@ -7,7 +7,9 @@ The plan is written as JSON, which ``torchrec_dreamshard.planner.load_plan`` rea
 from __future__ import annotations
 
 import argparse
+import logging
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torchrec_dreamshard.cli.common import (
@@ -84,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command."""
     from torchrec_dreamshard.planner import models
 
+    # TorchRec's default reservation advises its caller to choose another, which is no choice of this command's user
+    warnings.filterwarnings("ignore", "HeuristicalStorageReservation", FutureWarning)
+    logging.getLogger("torchrec.distributed.planner.storage_reservations").setLevel(logging.ERROR)
     model = models.read_tables(args.tables) if args.tables else load_model(args.model)
     planner = models.input_errors(lambda: make_planner(args, model))
     start = time.perf_counter()
@@ -148,17 +153,21 @@ def make_planner(args: argparse.Namespace, model: nn.Module) -> DreamShardPlanne
         time_budget_s=args.time_budget,
         seed=args.seed,
         reuse_histograms=reuse,
-        pins=dict(_pin(text) for text in args.pin),
+        pins=_pins(args.pin),
         together=args.together,
         previous=args.previous,
     )
 
 
-def _pin(text: str) -> tuple[str, int]:
-    table, _, rank = text.rpartition("=")
-    if not table or not rank.isdigit():
-        raise ValueError(f"--pin must be TABLE=RANK, got {text!r}")
-    return table, int(rank)
+def _pins(texts: list[str]) -> dict[str, int]:
+    pins: dict[str, int] = {}
+    for text in texts:
+        table, _, rank = text.rpartition("=")
+        if not table or not rank.isdigit():
+            raise ValueError(f"--pin must be TABLE=RANK, got {text!r}")
+        if pins.setdefault(table, int(rank)) != int(rank):
+            raise ValueError(f"--pin gives table {table} the ranks {pins[table]} and {rank}: one is needed")
+    return pins
 
 
 def as_text(args: argparse.Namespace, explanation: Explanation, num_tables: int, plan_s: float) -> str:

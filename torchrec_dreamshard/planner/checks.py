@@ -45,7 +45,9 @@ def check_topology(topology: Topology) -> None:
             )
 
 
-def check_arguments(batch_size: int, together: Sequence[Sequence[str]], pins: Mapping[str, int]) -> None:
+def check_arguments(
+    batch_size: int, together: Sequence[Sequence[str]], pins: Mapping[str, int], world_size: int
+) -> None:
     """Refuses what TorchRec would only stumble over while it plans, or read as something else.
 
     Raises:
@@ -58,6 +60,8 @@ def check_arguments(batch_size: int, together: Sequence[Sequence[str]], pins: Ma
     for name, rank in pins.items():
         if isinstance(rank, bool) or not isinstance(rank, int):
             raise PlannerInputError(f"pins must give each table a rank, an integer, got {rank!r} for table {name}")
+        if not 0 <= rank < world_size:
+            raise PlannerInputError(f"pins must be ranks from 0 to {world_size - 1}, got {rank} for table {name}")
 
 
 def check_inputs(

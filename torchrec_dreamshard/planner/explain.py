@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 from torchrec.distributed.planner.types import ParameterConstraints, PartitionByType, ShardingOption, Topology
+from torchrec.distributed.types import ShardingType
 
 from torchrec_dreamshard.measurement import TERMS, CostBreakdown
 from torchrec_dreamshard.planner.choices import capacities, fits_alone, group_options
@@ -19,6 +20,7 @@ from torchrec_dreamshard.planner.search import snapshot
 from torchrec_dreamshard.planner.verify import MeasuredPlan
 
 GIB = 1024**3
+COLUMN_TYPES = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,8 +210,12 @@ def _why(
             f"{too_large[0].sharding_type} does not fit: {need[memory] / GIB:.2f} GiB of {MEMORIES[memory]} needed, "
             f"{capacity[:, memory].max() / GIB:.2f} on a device"
         )
+    if constraint is not None and constraint.min_partition and option.sharding_type in COLUMN_TYPES:
+        reasons.append(f"its column shards have at least {constraint.min_partition} columns (min_partition)")
+    if option.dependency:
+        reasons.append(f"all tables of the tower {option.dependency} share a host")
     if len(variants) == 1 and not reasons:
-        reasons.append("nothing else can pay for a table of its size and load")
+        reasons.append("nothing else is offered for it here, or could pay for its size and load")
     return "; ".join(reasons) if reasons else "least predicted step"
 
 
@@ -239,7 +245,18 @@ class _Alternatives:
             moved = self._moved(option)
             if moved is not None:
                 changes.update(next_rank=moved[0], next_rank_step_ms=self._step(option, moved[1]))
+            full = self._full_ranks(option)
+            if full:
+                first = f"rank {full[0]}, less loaded, has" if len(full) == 1 else f"{len(full)} less loaded ranks have"
+                changes.update(why=f"{reason.why}; {first} no memory left for it")
         return dataclasses.replace(reason, **changes)
+
+    def _full_ranks(self, option: ShardingOption) -> list[int]:
+        """Ranks with less load than its own that lack the memory for its largest shard."""
+        shard = max(option.shards, key=lambda s: float(need_of(s).sum()))
+        own = {cast(int, s.rank) for s in option.shards}
+        lighter = np.flatnonzero(self._device_ms < self._device_ms[cast(int, shard.rank)])
+        return [int(rank) for rank in lighter if rank not in own and np.any(need_of(shard) > self._free[rank])]
 
     def _step(self, option: ShardingOption, trial: ShardingOption) -> float:
         plan = [trial if other is option else other for other in self._plan]

@@ -140,7 +140,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
             plan_loader=plan_loader,
         )
         check_topology(self._topology)
-        check_arguments(self._batch_size, together, pins or {})
+        check_arguments(self._batch_size, together, pins or {}, self._topology.world_size)
         self._time_budget_s = float(time_budget_s)
         self._seed = seed
         self._pins = dict(pins or {})
