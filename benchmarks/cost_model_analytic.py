@@ -102,13 +102,14 @@ def extrapolation(seeds: int) -> None:
     for label, (devices, per_device) in cases.items():
         for name, fitted in models.items():
             errors = [
-                term_errors(model, samples(40, seed, train=False, devices=devices, per_device=per_device))
+                term_errors(model, samples(20, seed, train=False, devices=devices, per_device=per_device))
                 for seed, model in enumerate(fitted)
             ]
             report(f"{label}, {name}", errors, "|")
 
 
 def speed() -> None:
+    """Time of a batch of device loads, and of a fit to 15,000 of them."""
     torch.set_num_threads(1)
     model = CostNetwork(CostConfig()).requires_grad_(False)
     latents, hardware = torch.rand(10_000, model.latent_dim), torch.zeros(1, 7)
@@ -120,6 +121,10 @@ def speed() -> None:
     print(
         f"\n10,000 device loads in one batch, one core: {1e3 * np.median(times):.1f} ms (best {1e3 * min(times):.1f})"
     )
+    rows = samples(3750, 0, train=True)
+    start = time.perf_counter()
+    _, cpu = timed_fit(rows, CostConfig(), 0)
+    print(f"Fit to 15,000 kernels (3,750 placements): {time.perf_counter() - start:.0f} s, {cpu:.0f} CPU s", flush=True)
 
 
 def main() -> None:

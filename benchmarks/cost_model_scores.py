@@ -1,8 +1,7 @@
 """What the cost-model benchmarks share: forms to compare, errors on held-out measurements, tables with spread.
 
 Both forms are trained on the same rows. The paper's form gets a global normaliser (the authors' code normalises per
-task,
-which is worse) and as many steps as it needs to converge.
+task, which is worse), and its 3,000 steps of batches of 64.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ TERM_NAMES = ("forward_compute_ms", "backward_compute_ms", "forward_comms_ms", "
 
 def forms(quick: bool = False) -> dict[str, CostConfig]:
     """The default and the paper's form."""
-    paper_steps = 1_000 if quick else 6_000
+    paper_steps = 1_000 if quick else 3_000
     return {
         "default": CostConfig(),
         "paper": CostConfig(form="paper", num_steps=paper_steps, batch_size=64, learning_rate=1e-3),
@@ -40,6 +39,8 @@ class Errors:
     mse: float
     mape: float
     rank: float
+    weighted: float
+    """Sum of absolute errors over the sum of truths."""
     ratio: float
     """Mean of predicted over true."""
 
@@ -52,6 +53,7 @@ class Errors:
             mse=float(((predicted - truth) ** 2).mean()),
             mape=float(np.abs(share - 1).mean()),
             rank=rank_correlation(predicted, truth),
+            weighted=float(np.abs(predicted - truth).sum() / truth.sum()),
             ratio=float(share.mean()),
         )
 
@@ -128,5 +130,7 @@ def split(
 def with_spread(values: Sequence[float], digits: int = 4) -> str:
     """Mean and standard deviation over seeds."""
     mean, std = float(np.mean(values)), float(np.std(values))
+    if not math.isfinite(mean):
+        return ""
     places = max(0, digits - 1 - math.floor(math.log10(abs(mean)))) if mean else digits
     return f"{mean:.{min(places, digits)}f} ± {std:.{min(places, digits)}f}"

@@ -27,6 +27,16 @@ def paper_features(features: Tensor) -> Tensor:
     return torch.cat([torch.stack([dim, rows, pooling, dim * rows], dim=-1), features[..., _BINS]], dim=-1)
 
 
+def reset_linear_layers(network: nn.Module, generator: torch.Generator) -> None:
+    """Draws the weights of all linear layers anew: PyTorch's default initialisation, from one generator."""
+    with torch.no_grad():
+        for module in network.modules():
+            if isinstance(module, nn.Linear):
+                bound = module.in_features**-0.5
+                module.weight.uniform_(-bound, bound, generator=generator)
+                module.bias.uniform_(-bound, bound, generator=generator)
+
+
 def _head() -> nn.Sequential:
     return nn.Sequential(nn.Linear(_HIDDEN, 64), nn.ReLU(), nn.Linear(64, 1))
 
@@ -49,13 +59,8 @@ class PaperCostNetwork(CostModel):
         self.register_buffer("has_overall", torch.ones(()))
 
     def reset(self, generator: torch.Generator) -> None:
-        """Draws all weights anew, PyTorch's default initialisation from one generator."""
-        with torch.no_grad():
-            for module in self.modules():
-                if isinstance(module, nn.Linear):
-                    bound = module.in_features**-0.5
-                    module.weight.uniform_(-bound, bound, generator=generator)
-                    module.bias.uniform_(-bound, bound, generator=generator)
+        """Draws all weights anew."""
+        reset_linear_layers(self, generator)
 
     def _normalized(self, tasks: TaskTensors) -> Tensor:
         values = paper_features(tasks.shard_features)

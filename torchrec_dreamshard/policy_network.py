@@ -25,7 +25,7 @@ from torch.nn import functional
 from torchrec_dreamshard.config import PolicyConfig
 from torchrec_dreamshard.features import Normalizer, TaskTensors
 from torchrec_dreamshard.mdp import NUM_PARTS, Observation
-from torchrec_dreamshard.paper_cost_network import paper_features
+from torchrec_dreamshard.paper_cost_network import paper_features, reset_linear_layers
 
 POWERS = (4, 8, 16)
 """Of the imbalances in the greedy rule; powers of two, which squaring reaches."""
@@ -218,13 +218,8 @@ class PaperPolicyNetwork(Policy):
         self.out = nn.Linear(64, 1)
 
     def reset(self, generator: torch.Generator) -> None:
-        """Draws the weights anew, PyTorch's default initialisation from one generator."""
-        with torch.no_grad():
-            for module in self.modules():
-                if isinstance(module, nn.Linear):
-                    bound = module.in_features**-0.5
-                    module.weight.uniform_(-bound, bound, generator=generator)
-                    module.bias.uniform_(-bound, bound, generator=generator)
+        """Draws all weights anew."""
+        reset_linear_layers(self, generator)
 
     def encode(self, tasks: TaskTensors) -> Tensor:
         """See ``Policy.encode``."""
