@@ -18,7 +18,8 @@ PROFILE = ["-m", "torchrec_dreamshard", "profile", *QUICK, "--json"]
 
 
 def _may_isolate():
-    tried = ["unshare", "--user", "--map-root-user", "--net", "--uts", "ip", "link", "add", "name", "a", "type", "veth"]
+    cable = "ip link add name a type veth peer name b && hostname other"
+    tried = ["unshare", "--user", "--map-root-user", "--net", "--uts", "sh", "-c", cable]
     try:
         return subprocess.run(tried, capture_output=True, check=False).returncode == 0
     except OSError:
