@@ -324,21 +324,19 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
 
     def _row_variants(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
         """Row-wise kinds of large tables that have none yet, as far as their sharders offer them."""
-        kinds: dict[tuple[str, str], set[str]] = {}
-        for option in options:
-            kinds.setdefault((option.path, option.name), set()).add(option.sharding_type)
+        present = {(o.path, o.name, o.sharding_type, o.compute_kernel) for o in options}
         variants = []
         for option in options:
-            present = kinds[option.path, option.name]
-            if option.name not in self._short_of_room or "uvm" in option.compute_kernel:
+            if option.name not in self._short_of_room:
                 continue
             sharder = self._sharder_map[option.module_type_key]
             offered = sharder.sharding_types(self._compute_device)
             for kind in self._filter_sharding_types(option.name, offered, option.module_type_key):
+                key = (option.path, option.name, kind, option.compute_kernel)
                 kernels = sharder.compute_kernels(kind, self._compute_device)
-                if kind in _ROW_TYPES - present and option.compute_kernel in kernels:
+                if kind in _ROW_TYPES and key not in present and option.compute_kernel in kernels:
                     variants.append(self._with_rows(option, kind))
-                    present.add(kind)
+                    present.add(key)
         self.populate_estimates(variants)
         return variants
 

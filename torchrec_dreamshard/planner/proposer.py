@@ -17,10 +17,12 @@ import numpy as np
 from torchrec.distributed.planner.types import Enumerator, PartitionByType, Proposer, ShardingOption, Topology
 from torchrec.distributed.types import ShardingType
 
+from torchrec_dreamshard.measurement import FloatArray
 from torchrec_dreamshard.planner import choices
 from torchrec_dreamshard.planner.choices import Choice, TableKey
 from torchrec_dreamshard.planner.costs import CostSource, PlanCosts, lives_whole
 from torchrec_dreamshard.planner.enumerator import variant_order
+from torchrec_dreamshard.planner.ledger import need_of
 
 if TYPE_CHECKING:
     from torchrec_dreamshard.agent import Agent
@@ -172,7 +174,9 @@ class DreamShardProposer(Proposer):  # type: ignore[misc]
         costs = self._costs()
         if self._num_proposed == 1:
             self._batch = max(1, costs.world_size // 16)
-        search = _ChangeSearch(self._tables, self._best, self._best_ranks, costs, self._tried, self.deadline)
+        assert self._topology is not None
+        capacity = choices.capacities(self._topology)
+        search = _ChangeSearch(self._tables, self._best, self._best_ranks, costs, capacity, self._tried, self.deadline)
         changes = (search.replicas() if self._num_proposed == 1 else {}) or search.changes(self._batch)
         self._tried.update((key, id(option)) for key, option in changes.items())
         return {**self._best, **changes} if changes else None
@@ -187,6 +191,7 @@ class _ChangeSearch:
         choice: Choice,
         ranks: Ranks,
         costs: PlanCosts,
+        capacity: FloatArray,
         tried: set[tuple[TableKey, int]],
         deadline: float,
     ) -> None:
@@ -196,6 +201,9 @@ class _ChangeSearch:
         self._step_ms = cast(float, cost.step_ms)
         device_ms = cost.device_ms
         self._device_ms = np.zeros(costs.world_size) if device_ms is None else np.array(device_ms)
+        self._free = capacity.copy()
+        for key, option in choice.items():
+            np.subtract.at(self._free, list(ranks[key]), [need_of(shard) for shard in option.shards])
 
     def replicas(self) -> Choice:
         """All tables that may be data-parallel, if that pays: together they share what the first of them costs."""
@@ -219,18 +227,20 @@ class _ChangeSearch:
 
     def _most_promising(self, candidates: Sequence[tuple[TableKey, ShardingOption]], count: int) -> Choice:
         found: Choice = {}
-        scored: list[tuple[float, TableKey, ShardingOption]] = []
+        scored: list[tuple[bool, float, TableKey, ShardingOption]] = []
         for key, option in candidates:
             if len(scored) >= _MAX_TRIALS and count == 1 or time.monotonic() > self._deadline:
                 break
             if count > 1:  # too many devices to judge one by one: the placement of all together decides
-                scored.append((-1.0, key, option))
+                scored.append((False, -1.0, key, option))
                 continue
-            step = self._try(key, option)
-            self._tried.add((key, id(option)))
-            scored.append((step - self._step_ms, key, option))
-        scored.sort(key=lambda entry: (entry[0], entry[1], variant_order(entry[2])))
-        for gain, key, option in scored:
+            crowded, step = self._try(key, option)
+            scored.append((crowded, step - self._step_ms, key, option))
+            if step >= self._step_ms * (1 - _MIN_GAIN):
+                self._tried.add((key, id(option)))
+        # what finds room as things are comes before what asks for other tables to make room
+        scored.sort(key=lambda entry: (*entry[:3], variant_order(entry[3])))
+        for _, gain, key, option in scored:
             if gain < -_MIN_GAIN * self._step_ms and key not in found and len(found) < count:
                 found[key] = option
         return found
@@ -261,24 +271,26 @@ class _ChangeSearch:
         now = self._choice[key]
         return [o for o in self._tables[key] if o is not now and (key, id(o)) not in self._tried]
 
-    def _try(self, key: TableKey, option: ShardingOption) -> float:
-        """Predicted step with one table changed, its shards on the least loaded devices."""
-        load = self._device_ms.copy()
+    def _try(self, key: TableKey, option: ShardingOption) -> tuple[bool, float]:
+        """One table changed, its shards on the least loaded devices: whether room is missing, and predicted step."""
+        load, free = self._device_ms.copy(), self._free.copy()
         now = self._choice[key]
-        for rank in self._ranks[key]:
+        for rank, shard in zip(self._ranks[key], now.shards, strict=True):
             load[rank] -= self._costs.option_ms(now)
-        if not lives_whole(option):
-            width = option.num_shards
-            ranks = _lightest_block(load, width)
-        else:
-            own = self._costs.option_ms(option)
-            chosen = []
-            for _ in option.shards:
-                chosen.append(int(load.argmin()))
-                load[chosen[-1]] += own
-            ranks = tuple(chosen)
-        cost = self._step({**self._choice, key: option}, {**self._ranks, key: ranks})
-        return cast(float, cost.step_ms)
+            free[rank] += need_of(shard)
+        crowded = False
+        chosen: list[int] = []
+        block = () if lives_whole(option) else _lightest_block(load, option.num_shards)
+        own = self._costs.option_ms(option)
+        for index, shard in enumerate(option.shards):
+            fits = np.all(need_of(shard) <= free, axis=1)
+            rank = block[index] if block else int(np.where(fits | ~fits.any(), load, np.inf).argmin())
+            crowded = crowded or not fits[rank]
+            load[rank] += own
+            free[rank] -= need_of(shard)
+            chosen.append(rank)
+        cost = self._step({**self._choice, key: option}, {**self._ranks, key: tuple(chosen)})
+        return crowded, cast(float, cost.step_ms)
 
     def _step(self, choice: Choice, ranks: Ranks):  # type: ignore[no-untyped-def]
         plan = list(choice.values())
