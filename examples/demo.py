@@ -9,10 +9,8 @@ timed in alternating rounds, so that what else the machine does hits both alike.
 from __future__ import annotations
 
 import argparse
-import logging
 import statistics
 import time
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from tiny_dlrm import Batch, TinyDLRM, Trainer, draw_tables, make_batches
+from tiny_dlrm import Batch, TinyDLRM, Trainer, draw_tables, make_batches, silence_internals
 from torchrec.distributed.model_parallel import get_default_sharders
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.types import ShardingOption
@@ -76,9 +74,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    # TorchRec and PyTorch warn at length about their own internals; here that would drown the comparison.
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
+    silence_internals()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     say = print if dist.get_rank() == 0 else lambda *_: None

@@ -6,7 +6,9 @@ Row counts are capped so that the examples start in seconds; lookups per sample 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -26,6 +28,13 @@ from torchrec_dreamshard.profiling.workloads import make_bags
 
 NUM_DENSE = 13
 LEARNING_RATE = 0.05
+
+
+def silence_internals() -> None:
+    """Drops what TorchRec and PyTorch warn of about their own internals: it would drown an example's output."""
+    warnings.simplefilter("ignore")
+    for name in ("torch", "torchrec"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def start_process_group() -> torch.device:

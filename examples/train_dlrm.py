@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tiny_dlrm import TinyDLRM, Trainer, draw_tables, make_batches, start_process_group
+from tiny_dlrm import TinyDLRM, Trainer, draw_tables, make_batches, silence_internals, start_process_group
 from torchrec.distributed.model_parallel import get_default_sharders
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from tqdm import tqdm
@@ -36,6 +36,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    silence_internals()
     device = start_process_group()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     tables = draw_tables(args.num_tables, batch_size=args.batch_size, max_rows=args.max_rows, seed=args.seed)
