@@ -7,7 +7,8 @@ from planner_models import bag_collection, quiet_topology
 from stand_in_agent import StandInAgent
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import BoundsCheckMode, CacheParams, KeyValueParams
 from torchrec.modules.embedding_configs import DataType
 
@@ -104,3 +105,26 @@ def test_column_shards_on_ssds_have_ranks_of_their_own():
     planner = DreamShardPlanner(topology, batch_size=64, constraints=constraints, stats=[], agent=StandInAgent())
     ranks = planner.plan(model, SHARDERS).plan[""]["t0"].ranks
     assert len(ranks) == len(set(ranks)) == 4  # 25.6 MB of weights, 10 MB of SSD each: only four shards fit
+
+
+def test_a_table_of_another_device_group_is_warned(caplog):
+    elsewhere = {"t1": ParameterConstraints(device_group="tpu")}
+    settings = {"batch_size": 64, "stats": [], "constraints": elsewhere}
+    builtin = EmbeddingShardingPlanner(quiet_topology(), **settings).plan(bag_collection("meta"), SHARDERS)
+    assert "t1" not in builtin.plan[""]  # says nothing
+    DreamShardPlanner(quiet_topology(), agent=StandInAgent(), **settings).plan(bag_collection("meta"), SHARDERS)
+    assert "table t1 is left out of the plan" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        ({"batch_size": -1}, "batch_size must be at least 1"),
+        ({"together": ["t0", "t1"]}, "together must hold groups"),
+        ({"callbacks": [lambda plan: None]}, "must return the plan's options"),
+    ],
+)
+def test_impossible_arguments_are_named(further, message):
+    with pytest.raises(PlannerError, match=message):
+        further = {"batch_size": 64, "stats": [], "agent": StandInAgent(), **further}
+        DreamShardPlanner(quiet_topology(), **further).plan(bag_collection("meta"), SHARDERS)

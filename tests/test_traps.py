@@ -1,6 +1,7 @@
 """Known traps of TorchRec 1.8's planner: each with the built-in's behaviour and ours.
 
-A test marked (d) is in test_planner_distributed.py, one marked (p) in test_plan_file.py.
+A test marked (d) is in test_planner_distributed.py, (p) in test_plan_file.py, (g) in test_planner_groups.py, (c) in
+test_planner_constraints.py.
 
     #2282, #696 planning outlasts the group's timeout   test_planning_stays_in_its_budget
     an error on rank 0 leaves the others waiting        (d) test_every_rank_gets_the_same_error
@@ -17,19 +18,22 @@ A test marked (d) is in test_planner_distributed.py, one marked (p) in test_plan
                                                         (d) test_local_world_size_is_compared,
                                                         (d) test_device_is_compared
     world size not a multiple of the local one          test_world_must_divide_into_hosts
-    #1252 row-wise bags on cpu                          test_row_wise_bags_on_cpu_when_asked_for
+    #1252 row-wise bags on cpu                          test_row_wise_bags_on_cpu_when_asked_for,
+                                                        (g) test_a_narrow_giant_is_split_by_rows_on_a_cpu
     #1255 data-parallel sequences on cpu                test_no_data_parallel_sequences_on_cpu
     #2958 managed collisions on cpu                     test_managed_collisions_on_cpu
     #4377 managed-collision buckets                     test_managed_collision_buckets_are_explained
     #1495, #1612 widths must be multiples of 4          test_odd_width_is_named
     #294 column widths of an EmbeddingCollection        test_sequence_column_widths_agree
-    #1388 column shards of a table on one rank          test_column_shards_spread_over_ranks
+    #1388 column shards of a table on one rank          test_column_shards_spread_over_ranks,
+                                                        (c) test_column_shards_are_no_more_than_devices
     #325, #1094 pooling_factors per feature             test_pooling_factors_match_features,
                                                         test_one_default_factor_counts_for_every_feature
     names and modules ignored in silence                test_misspelled_constraint_is_warned,
                                                         test_constraints_next_to_an_enumerator_are_warned,
                                                         test_unsharded_modules_are_warned
-    #2642, #662 pin or co-locate tables                 test_pins_and_groups
+    #2642, #662 pin or co-locate tables                 test_pins_and_groups, (g) the whole file
+    towers on one host                                  (g) test_a_tower_stays_on_one_host
     #2394, #1739 plans that flip                        (p) test_restart_keeps_what_it_can
     #2575, #3025 quantised collections                  test_quantised_collections_are_planned
     #3295, #4310 DMPCollection                          (d) test_sharding_group_of_a_collection
@@ -229,6 +233,9 @@ def test_optimizer_state_is_fbgemms():
         option = enumerator.enumerate(collection, [sharder])[0]
         assert option.sharding_type == "table_wise"
         stored[sharder is adagrad] = option.shards[0].storage.hbm
+        builtin = stock(quiet_topology(2, "cuda"))._enumerator.enumerate(collection, [sharder])
+        whole = next(o for o in builtin if (o.sharding_type, o.compute_kernel) == ("table_wise", "fused"))
+        assert whole.shards[0].storage.hbm == stored[False]  # knows nothing of an optimizer in fused_params
     assert stored[True] - stored[False] == 1000 * 64 * 4  # one float32 per weight, whatever the weights' dtype
 
 
@@ -307,6 +314,9 @@ class OneRankAgent(StandInAgent):
 def test_column_shards_spread_over_ranks():
     constraints = {"t0": ParameterConstraints(sharding_types=["column_wise"], min_partition=32)}
     model = bag_collection("meta", rows=(1000,), dims=(64,))
+    narrow = {"t0": ParameterConstraints(sharding_types=["column_wise"], min_partition=16)}
+    crowded = shardings(stock(constraints=narrow).plan(model, BAGS))["t0"].ranks
+    assert len(crowded) > len(set(crowded))  # four shards on two ranks
     plan = planner(constraints=constraints, agent=OneRankAgent()).plan(model, BAGS)
     assert sorted(shardings(plan)["t0"].ranks) == [0, 1]
 
@@ -331,29 +341,11 @@ def test_one_default_factor_counts_for_every_feature():
 
 
 def test_misspelled_constraint_is_warned(caplog):
+    stock(constraints={"t9": ParameterConstraints()}).plan(bag_collection("meta"), BAGS)
+    assert "t9" not in "".join(r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
     planner(constraints={"t9": ParameterConstraints(), "t1": ParameterConstraints()}).plan(bag_collection("meta"), BAGS)
     warnings = [r.getMessage() for r in caplog.records if r.name.startswith("torchrec_dreamshard")]
     assert warnings == ["constraints name tables that no sharder handles, they have no effect: ['t9']"]
-
-
-def test_a_table_of_another_device_group_is_warned(caplog):
-    elsewhere = {"t1": ParameterConstraints(device_group="tpu")}
-    assert "t1" not in shardings(stock(constraints=elsewhere).plan(bag_collection("meta"), BAGS))  # says nothing
-    planner(constraints=elsewhere).plan(bag_collection("meta"), BAGS)
-    assert "table t1 is left out of the plan" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("further", "message"),
-    [
-        ({"batch_size": -1}, "batch_size must be at least 1"),
-        ({"together": ["t0", "t1"]}, "together must hold groups"),
-        ({"callbacks": [lambda plan: None]}, "must return the plan's options"),
-    ],
-)
-def test_impossible_arguments_are_named(further, message):
-    with pytest.raises(PlannerError, match=message):
-        planner(**further).plan(bag_collection("meta"), BAGS)
 
 
 def test_constraints_next_to_an_enumerator_are_warned(caplog):
