@@ -14,6 +14,7 @@ range; and the policy sees tasks of other sizes made from the same shards, and f
 from __future__ import annotations
 
 import copy
+import logging
 import platform
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +37,8 @@ from torchrec_dreamshard.policy_network import make_policy
 from torchrec_dreamshard.rollout import Rollout, Trail, roll_out, trail_log_probs
 from torchrec_dreamshard.task_variation import vary_task
 from torchrec_dreamshard.types import PlacementTask
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int, str], None]
 """Called with the steps done, the steps in all, and what is being done."""
@@ -291,6 +294,8 @@ class Trainer:
         if not self.fitted:
             errors = [m.error for m in self.measurements if m.error]
             raise MeasurementError(f"none of {len(self.measurements)} placements could be measured; last: {errors[-1]}")
+        for note in () if self.report is None else self.report.notes:
+            logger.warning("%s", note)
         search_config = self.config.search if self.start is None else self.start.search_config
         return Agent(self.cost_model, self.policy, self._metadata(), search_config=search_config)
 

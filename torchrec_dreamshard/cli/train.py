@@ -110,8 +110,7 @@ def _text(out: str, metadata: dict[str, Any], report: dict[str, Any]) -> str:
     table = format_table(["held-out", "error", "prior alone", "rank corr.", "values"], rows)
     judged = "ready" if report["terms"] else "not judged, since this form holds nothing out"
     state = judged if report["ready"] else f"NOT READY to plan with: {report['reason']}"
-    notes = "".join(f"note: {note}\n" for note in report.get("notes", ()))
     return (
-        f"{table}\n{notes}{metadata['num_measurements']} measurements ({metadata['num_failed']} failed), "
+        f"{table}\n{metadata['num_measurements']} measurements ({metadata['num_failed']} failed), "
         f"{metadata['trained_on']}; wrote {out}: {state}"
     )
