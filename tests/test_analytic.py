@@ -72,6 +72,12 @@ def test_options_that_move_more_bytes_cost_more():
     assert cost(kernel="fused_uvm_caching") < cost(kernel="fused_uvm")
 
 
+def test_dense_tables_of_a_device_share_one_kernel():
+    dense = ShardSpec(rows=100, dim=64, kernel="dense", batch_size=512, hbm_bytes=0)
+    alone, many = compute_ms([dense]), compute_ms([dense] * 10)
+    assert alone < many < 1.2 * alone
+
+
 def test_reuse_is_worth_cache_hits():
     spread = ShardSpec(rows=10**8, dim=128, pooling_factor=10, reuse_histogram=(1.0, *[0.0] * 16))
     reused = dataclasses.replace(spread, reuse_histogram=(*[0.0] * 5, 1.0, *[0.0] * 11))

@@ -359,7 +359,10 @@ def test_replicated_tables_run_dense_kernels(device, share):
     )
     planner.plan(table, get_default_sharders())
     (option,) = planner._best_plan
-    fused_ms = max(costs.single_ms(costs.adapter.shard_specs(option, 2)).values())
+    assert option.compute_kernel == "dense"
+    specs = costs.adapter.shard_specs(option, 2)
+    assert {spec.kernel for spec in specs} == {"fused"}  # the factor below must not count twice
+    fused_ms = max(costs.single_ms(specs).values())
     gradient_ms = 3 * 40 * 8 * 4 / (costs.hardware.memory_gb_s * 1e6) if device == "cpu" else 0.0
     reduce_ms = 40 * 8 * 4 / (costs.hardware.intra_host_gb_s * 1e6)
     assert costs.option_ms(option) == pytest.approx(share * fused_ms + gradient_ms + reduce_ms)

@@ -151,7 +151,8 @@ class OptionAdapter:
         constraint = self._constraints.get(option.name)
         rows = max(1, int(option.tensor.shape[0]))
         data_parallel = option.sharding_type == ShardingType.DATA_PARALLEL.value
-        kernel, clf = self._kernel(option)
+        # Replicated tables run dense kernels, whose price follows from a fused kernel's (costs.PlanCosts).
+        kernel, clf = ("fused", None) if data_parallel else self._kernel(option)
         pooling_factor = self._lookups_per_sample(option, constraint)
         common: dict[str, Any] = {
             "batch_size": option.batch_size * (1 if data_parallel else world_size),

@@ -153,7 +153,7 @@ class _SimulatedTask:
             self.constants,
         )
         if loads.separate.any():
-            forward, backward = forward + total(loads.separate[:, 0]), backward + total(loads.separate[:, 1])
+            forward, backward = forward + largest(loads.separate[:, 0]), backward + largest(loads.separate[:, 1])
         shape = (num_placements, num_devices)
         output_bytes = total(loads.exchange_bytes).reshape(shape)
         terms = np.empty((4, *shape))

@@ -136,7 +136,7 @@ class ShardLoads(NamedTuple):
     """Serial path."""
     backward_serial: FloatArray
     separate: FloatArray
-    """Launches of its own (forward, backward: ``S x 2``): dense kernels are not fused."""
+    """Launches of one more kernel (forward, backward: ``S x 2``), which all dense shards of a device share."""
     exchange_bytes: FloatArray
     """Bytes of output that the exchange carries, over the whole batch."""
 
