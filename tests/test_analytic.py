@@ -73,7 +73,7 @@ def test_options_that_move_more_bytes_cost_more():
 
 
 def test_dense_tables_of_a_device_share_one_kernel():
-    dense = ShardSpec(rows=100, dim=64, kernel="dense", batch_size=512, hbm_bytes=0)
+    dense = ShardSpec(rows=100, dim=64, pooling_factor=1, kernel="dense", batch_size=512)
     alone, many = compute_ms([dense]), compute_ms([dense] * 10)
     assert alone < many < 1.2 * alone
 
