@@ -29,7 +29,7 @@ from torchrec_dreamshard.cost_network import make_cost_model
 from torchrec_dreamshard.features import batch_tasks, placement_latents
 from torchrec_dreamshard.mdp import EstimatedMDP
 from torchrec_dreamshard.measurement import CostBreakdown, FloatArray
-from torchrec_dreamshard.packing import check_possible
+from torchrec_dreamshard.packing import check_possible, place_greedily
 from torchrec_dreamshard.policy_network import Policy, make_policy
 from torchrec_dreamshard.rollout import roll_out
 from torchrec_dreamshard.types import PlacementTask
@@ -118,6 +118,7 @@ class Agent:
         """Placements to refine, the quick ones first; what the deadline leaves no time for is left out."""
         task = mdp.tasks[0]
         starts = [place(task, seed=seed) for name, place in BASELINES.items() if name != "random"]
+        starts.append(place_greedily(task, mdp.shard_load[0].sum(dim=-1).double().numpy(), seed))
         if use_policy:
             starts += self._roll_out(mdp, deadline=deadline)
         if task.num_shards * task.num_devices <= _MAX_GREEDY_COSTS:

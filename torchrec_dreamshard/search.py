@@ -289,7 +289,7 @@ def refine(
     """
     config = config or SearchConfig()
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
+    with torch.inference_mode():
         problem = _Problem(mdp, config)
         unique = dict.fromkeys(tuple(start) for start in starts)
         walks = [_Walk(problem, torch.tensor(start, dtype=torch.int64)) for start in unique]
@@ -326,7 +326,7 @@ def greedy_placement(mdp: EstimatedMDP, *, deadline: float = math.inf) -> tuple[
     Raises:
         InfeasiblePlacementError: no placement fits.
     """
-    with torch.no_grad():
+    with torch.inference_mode():
         episodes = Episodes(mdp, 1)
         while not episodes.done:
             if time.monotonic() > deadline:
