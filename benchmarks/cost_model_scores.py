@@ -128,9 +128,10 @@ def split(
 
 
 def with_spread(values: Sequence[float], digits: int = 4) -> str:
-    """Mean and standard deviation over seeds."""
+    """Mean and standard deviation over seeds; of a single seed its value alone."""
     mean, std = float(np.mean(values)), float(np.std(values))
     if not math.isfinite(mean):
         return ""
     places = max(0, digits - 1 - math.floor(math.log10(abs(mean)))) if mean else digits
-    return f"{mean:.{min(places, digits)}f} ± {std:.{min(places, digits)}f}"
+    shown = f"{mean:.{min(places, digits)}f}"
+    return shown if len(values) == 1 else f"{shown} ± {std:.{min(places, digits)}f}"
