@@ -10,6 +10,7 @@ STAMP := $(VENV)/.installed-$(BUILD)
 TORCHREC := torchrec==1.8.0
 RANKS ?= 2
 PYTEST_ARGS ?=
+BENCHES ?= calibrate_analytic repeatability exchange_sweep hook_overhead planner_scale plan_quality
 
 .PHONY: help setup demo test check bench test-gpu clean
 
@@ -42,8 +43,8 @@ check: $(STAMP)  ## formatter, linter, types and tests
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-bench: $(STAMP)  ## run the benchmarks, each at its small size
-	@for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+bench: $(STAMP)  ## run the quicker benchmarks (BENCHES="names" picks others of benchmarks/)
+	@for name in $(BENCHES); do echo "== $$name"; OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 test-gpu: $(STAMP)  ## run the tests that need a CUDA device
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
