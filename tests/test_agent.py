@@ -107,6 +107,13 @@ def test_a_bad_budget_is_refused():
         make_agent().place(random_task(4, 2), time_budget_s=-1)
 
 
+def test_a_spent_budget_ends_the_rollout_too(monkeypatch):
+    task, asked = random_task(30, 4), []
+    monkeypatch.setattr("torchrec_dreamshard.agent.roll_out", lambda *_, deadline, **__: asked.append(deadline))
+    placement = make_agent().place(task, refine=False, time_budget_s=0)
+    assert asked[0] is not None and len(set(task.check_placement(placement))) == 4
+
+
 def test_two_processes_with_other_hash_seeds_place_alike():
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"

@@ -46,6 +46,7 @@ def test_what_ran_fits_into_memory(tmp_path):
         (HEADER + "a,0,100,16,2,,,1,\na,0,100,16,2,,,2,\n", "line 3: compute_ms of device 0 is 1"),
         (HEADER + "a,0,100,16,2,,,1,\na,1,100,16,2,,,,\n", r"not for \[1\]"),
         (HEADER + "a,0,0,16,2,,,1,\n", "line 2: ShardSpec.rows"),
+        (HEADER + "a,100000000,100,16,2,,,1,\n", "line 2: device must be an index from 0 to 65535"),
         (HEADER + "a,0,100\n", "number of values"),
         (HEADER + "a,0,100,16,2,,,,\n", "at least one term"),
     ],

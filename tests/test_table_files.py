@@ -33,6 +33,8 @@ def test_csv_and_json_say_the_same(tmp_path):
         ShardSpec(name="item", rows=20, dim=8, pooling_factor=1.0),
     ]
     assert load_tables(csv_path) == expected
+    csv_path.write_text("\ufeff" + csv_path.read_text())  # as spreadsheets save it
+    assert load_tables(csv_path) == expected
     assert load_tables(write(tmp_path, "list.json", tables)) == expected
     assert load_tables(write(tmp_path, "object.json", {"tables": tables})) == expected
 

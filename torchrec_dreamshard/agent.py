@@ -79,7 +79,8 @@ class Agent:
 
         Args:
             task: the task.
-            refine: False for one greedy rollout of the policy and nothing else.
+            refine: False for one greedy rollout of the policy and nothing else (largest first by predicted cost if the
+                budget ends before the rollout).
             time_budget_s: when to stop refining; None until it converges. A search that converges in time gives the
                 same placement whatever the clock. The starts that it always has take some of the time.
             seed: of the search.
@@ -100,7 +101,7 @@ class Agent:
             return ()
         mdp = EstimatedMDP(self.cost_model, [task])
         if not refine:
-            return self._roll_out(mdp)[0]
+            return next(iter(self._roll_out(mdp, deadline=deadline)), None) or _largest_first(mdp, seed)
         starts = self._starts(mdp, deadline, seed, use_policy)
         return search.refine(mdp, starts, self.search_config, deadline=deadline, seed=seed).placement
 
@@ -118,7 +119,7 @@ class Agent:
         """Placements to refine, the quick ones first; what the deadline leaves no time for is left out."""
         task = mdp.tasks[0]
         starts = [place(task, seed=seed) for name, place in BASELINES.items() if name != "random"]
-        starts.append(place_greedily(task, mdp.shard_load[0].sum(dim=-1).double().numpy(), seed))
+        starts.append(_largest_first(mdp, seed))
         if use_policy:
             starts += self._roll_out(mdp, deadline=deadline)
         if task.num_shards * task.num_devices <= _MAX_GREEDY_COSTS:
@@ -228,6 +229,11 @@ class Agent:
         ) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"{path}: not a readable agent file ({reason}); train or copy it again") from error
+
+
+def _largest_first(mdp: EstimatedMDP, seed: int) -> tuple[int, ...]:
+    """Shards in falling order of their predicted cost alone, each where least is."""
+    return place_greedily(mdp.tasks[0], mdp.shard_load[0].sum(dim=-1).double().numpy(), seed)
 
 
 def _check_format(path: Path, about: Mapping[str, str]) -> None:

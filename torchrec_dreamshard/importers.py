@@ -32,6 +32,7 @@ _SHARD_FIELDS = tuple(f.name for f in dataclasses.fields(ShardSpec) if f.init)
 _INTEGERS = ("rows", "dim", "batch_size", "num_features", "hbm_bytes", "ddr_bytes")
 _NUMBERS = ("pooling_factor", "cache_load_factor")
 _FLAGS = ("is_weighted", "is_pooled")
+_MAX_DEVICES = 65536  # a larger index is a slip, and would cost memory for every device up to it
 _REQUIRED = ("measurement", "device", "rows", "dim", "pooling_factor")
 
 
@@ -79,8 +80,8 @@ def _measurement(path: Path, label: str, rows: list[tuple[int, dict[str, str]]],
     for line, row in rows:
         try:
             device = int(row["device"])
-            if device < 0:
-                raise ValueError(f"device must be at least 0, got {device}")
+            if not 0 <= device < _MAX_DEVICES:
+                raise ValueError(f"device must be an index from 0 to {_MAX_DEVICES - 1}, got {device}")
             num_devices = max(num_devices, device + 1)
             if row["dim"].strip():
                 shards.append(_shard(row))

@@ -117,7 +117,7 @@ def _entries(path: Path) -> list[Any]:
     """One entry per table, as JSON would give it."""
     if path.suffix.lower() == ".csv":
         try:
-            with path.open(encoding="utf-8", newline="") as file:
+            with path.open(encoding="utf-8-sig", newline="") as file:
                 rows: list[Any] = list(csv.DictReader(file))
         except (UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"{path} is not CSV: {error}") from None
