@@ -143,9 +143,7 @@ def test_a_table_too_wide_for_any_device_is_split_by_rows():
     """One column group of the table is larger than a device: only rows help (TorchRec's "hidden row-wise solution")."""
     model = bag_collection("meta", rows=(50_000_000, 100), dims=(32, 16))  # 6.4 GB
     ours = planner(gpus(8, hbm_cap=2 * GB, ddr_cap=1000), storage_reservation=NO_RESERVATION)
-    plan = shardings(ours.plan(model, BAGS))
-    assert plan["t0"].sharding_type == "row_wise"
-    assert plan["t1"].sharding_type == "table_wise"
+    assert shardings(ours.plan(model, BAGS))["t0"].sharding_type == "row_wise"
 
 
 def test_never_fit():
