@@ -46,7 +46,7 @@ def check_topology(topology: Topology) -> None:
 
 
 def check_arguments(
-    batch_size: int, together: Sequence[Sequence[str]], pins: Mapping[str, int], world_size: int
+    batch_size: int, together: Sequence[Sequence[str]], pins: Mapping[str, int], min_gain: float, world_size: int
 ) -> None:
     """Refuses what TorchRec would only stumble over while it plans, or read as something else.
 
@@ -57,6 +57,10 @@ def check_arguments(
         raise PlannerInputError(f"batch_size must be at least 1 sample per rank, got {batch_size}")
     if any(isinstance(names, str) for names in together):
         raise PlannerInputError(f"together must hold groups of table names, such as [('a', 'b')], got {together!r}")
+    if not all(together):
+        raise PlannerInputError(f"each group of together must name at least one table, got {together!r}")
+    if not 0 <= min_gain <= 1:  # also catches NaN
+        raise PlannerInputError(f"min_gain must be a share of the step from 0 to 1, got {min_gain}")
     for name, rank in pins.items():
         if isinstance(rank, bool) or not isinstance(rank, int):
             raise PlannerInputError(f"pins must give each table a rank, an integer, got {rank!r} for table {name}")

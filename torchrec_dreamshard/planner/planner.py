@@ -86,9 +86,9 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         together: groups of names of tables that share one device.
         sharding_group_size: ranks that share one copy of the tables under a ``DMPCollection``; the topology then
             describes one such group.
-        previous: an earlier plan (or its file) to continue: tables stay as they are unless a change is needed or pays;
+        previous: an earlier plan (or its file) to continue: tables stay as they are unless changes are needed or pay;
             ``changes`` lists what differs.
-        min_gain: least share of the predicted step that a change of ``previous`` must gain.
+        min_gain: least share of the predicted step, 0 to 1, that changes of ``previous`` must gain together.
         verify: lets ``collective_plan`` measure the best few plans on the job's ranks and take the fastest.
 
     Raises:
@@ -140,7 +140,7 @@ class DreamShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
             plan_loader=plan_loader,
         )
         check_topology(self._topology)
-        check_arguments(self._batch_size, together, pins or {}, self._topology.world_size)
+        check_arguments(self._batch_size, together, pins or {}, min_gain, self._topology.world_size)
         self._time_budget_s = float(time_budget_s)
         self._seed = seed
         self._pins = dict(pins or {})

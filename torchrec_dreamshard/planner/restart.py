@@ -2,7 +2,7 @@
 
 Every change of a plan moves a table's weights and optimizer state, and a change of sharding type may break a
 checkpoint. So the earlier plan is kept wherever it is still valid; a table is changed only where the plan no longer
-fits, or where the change makes the predicted step fall by a given share.
+fits, or where changes together make the predicted step fall by a given share.
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Topology
 from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardingType
 
+from torchrec_dreamshard.measurement import CostBreakdown
 from torchrec_dreamshard.planner.choices import TableKey
-from torchrec_dreamshard.planner.costs import PlanCosts, lives_whole
+from torchrec_dreamshard.planner.costs import PlanCosts
 from torchrec_dreamshard.planner.ledger import Ledger, need_of
+from torchrec_dreamshard.planner.repair import moved, moves_freely, repair
 from torchrec_dreamshard.planner.search import snapshot
 
 _MAX_CHANGES = 32
 _MAX_TABLES, _MAX_RANKS = 4, 3  # heaviest tables of the slowest device, and least loaded ranks, tried per change
+_NOISE = 1e-6  # share of the step below which a gain is rounding
 
 Plan = dict[TableKey, ShardingOption]
 
@@ -36,7 +40,7 @@ class PlanChange:
     after: str
     reason: str
     gain_ms: float | None = None
-    """Predicted fall of the step; None where the change was forced."""
+    """Predicted fall of the step, of changes that pay only together an equal part; None where it was forced."""
 
     def __str__(self) -> str:
         gain = "" if self.gain_ms is None else f", {self.gain_ms:.4g} ms faster"
@@ -70,17 +74,48 @@ def continue_plan(
 ) -> list[Candidate]:
     """The earlier plan with the changes that are needed and those that pay, and, if any does, without the latter.
 
+    Where the earlier plan overfills a device, a few tables are moved or swapped; ``fresh`` is taken only where that is
+    not enough. Single changes of the slowest device follow as long as they help. They are accepted in stretches: as
+    soon as those since the last accepted one gain ``min_gain`` of the step together. If ``fresh`` is still faster than
+    the result by more than ``min_gain``, it is taken as a whole, but for towers and tables that it would replicate.
+
     Args:
         previous: the earlier plan.
         space: today's search space.
         fresh: today's best plan without regard to the earlier one.
         costs: predicts.
         constraint: the devices.
-        min_gain: least share of the step that a change must gain.
+        min_gain: least share of the step that changes must gain together.
         movable: names of tables that are pinned or grouped: these follow ``fresh``.
         deadline: on ``time.monotonic``.
     """
     target = {(option.path, option.name): option for option in snapshot(fresh)}
+    plan, changes = _kept(previous, space, target, costs.world_size, movable)
+    fixed = {key for key, option in plan.items() if key[1] in movable or option.dependency}
+    if not _fits(plan, constraint):
+        repaired = repair(plan, constraint, fixed=fixed, deadline=deadline)
+        usable = target if repaired is None else repaired
+        changes += _listed(plan, usable, "the earlier plan no longer fits")
+        if repaired is None:
+            return [Candidate(list(target.values()), tuple(changes))]
+        plan = repaired
+    needed = Candidate(list(plan.values()), tuple(changes))
+    share = max(min_gain, _NOISE)
+    improved, gains = _improve(plan, target, costs, constraint, share, deadline, fixed)
+    whole = _whole(improved, plan, target, costs, constraint, share, deadline, fixed)
+    best, gains = (improved, gains) if whole is None else whole
+    pays = _listed(plan, best, "pays" if whole is None else "pays together with the others", gains)
+    return [Candidate(list(best.values()), (*changes, *pays)), needed] if pays else [needed]
+
+
+def _kept(
+    previous: ShardingPlan,
+    space: Sequence[ShardingOption],
+    target: Plan,
+    world: int,
+    movable: Mapping[str, object],
+) -> tuple[Plan, list[PlanChange]]:
+    """The earlier plan, with the target's option where it cannot stay as it was, and these changes."""
     options: dict[TableKey, list[ShardingOption]] = {}
     for option in space:
         options.setdefault((option.path, option.name), []).append(option)
@@ -92,7 +127,7 @@ def continue_plan(
         for key, sharding in before.items()
         if sharding is not None
         and key[1] not in movable
-        and (option := _restore(sharding, options[key], costs.world_size)) is not None
+        and (option := _restore(sharding, options[key], world)) is not None
     }
     # a tower stays on its host as a whole or follows the fresh plan as a whole
     broken = {option.dependency for key, option in target.items() if option.dependency and key not in kept_as_was}
@@ -104,24 +139,100 @@ def continue_plan(
             was = "absent" if sharding is None else f"{sharding.sharding_type} on ranks {sharding.ranks}"
             reason = "new table" if sharding is None else "no longer possible as it was"
             changes.append(PlanChange(wanted.fqn.lstrip("."), was, describe(wanted), reason))
-    if not _fits(plan, constraint):
-        forced = [
-            PlanChange(o.fqn.lstrip("."), describe(plan[k]), describe(o), "the earlier plan no longer fits")
-            for k, o in target.items()
-            if describe(plan[k]) != describe(o)
-        ]
-        return [Candidate(list(target.values()), (*changes, *forced))]
-    needed = Candidate(list(plan.values()), tuple(changes))
-    fixed = {key for key, option in plan.items() if key[1] in movable or option.dependency}
+    return plan, changes
+
+
+def _listed(
+    before: Plan, after: Plan, reason: str, gains: Mapping[TableKey, float] = MappingProxyType({})
+) -> list[PlanChange]:
+    """One change for each table that differs."""
+    return [
+        PlanChange(after[key].fqn.lstrip("."), describe(before[key]), describe(after[key]), reason, gains.get(key))
+        for key in _differing(before, after)
+    ]
+
+
+def _differing(before: Plan, after: Plan) -> list[TableKey]:
+    return [key for key, option in after.items() if describe(before[key]) != describe(option)]
+
+
+def _step_ms(plan: Plan, costs: PlanCosts) -> float:
+    return _height(costs.breakdown(list(plan.values())))[0]
+
+
+def _height(cost: CostBreakdown) -> tuple[float, float]:
+    """What changes must lower: the step, and, where several devices are equally slow, the spread of their times."""
+    if cost.step_ms is None or cost.device_ms is None:
+        return float("inf"), float("inf")
+    return round(cost.step_ms, 9), round(float(np.square(cost.device_ms).sum()), 9)
+
+
+def _improve(
+    plan: Plan,
+    target: Plan,
+    costs: PlanCosts,
+    constraint: Topology,
+    share: float,
+    deadline: float,
+    fixed: Collection[TableKey],
+) -> tuple[Plan, dict[TableKey, float]]:
+    """The plan after the stretches of changes that pay, and the gain of each changed table in ms.
+
+    The gain of a stretch counts equally for its tables: the first of them often gain nothing by themselves.
+    """
+    accepted, gains = dict(plan), dict[TableKey, float]()
+    step, trial = _step_ms(plan, costs), dict(plan)
+    stretch: list[TableKey] = []
     for _ in range(_MAX_CHANGES):
-        change = _best_change(plan, target, costs, constraint, min_gain, deadline, fixed)
+        change = _best_change(trial, target, costs, constraint, deadline, fixed)
         if change is None:
             break
-        key, option, gain = change
-        changes.append(PlanChange(option.fqn.lstrip("."), describe(plan[key]), describe(option), "pays", gain))
-        plan[key] = option
-    improved = Candidate(list(plan.values()), tuple(changes))
-    return [improved, needed] if improved.changes != needed.changes else [needed]
+        key, option, after = change
+        trial[key] = option
+        stretch = [*(k for k in stretch if k != key), key]
+        if step - after > share * step:
+            for changed in stretch:
+                gains[changed] = gains.get(changed, 0.0) + (step - after) / len(stretch)
+            accepted, step, stretch = dict(trial), after, []
+    return accepted, gains
+
+
+def _whole(
+    improved: Plan,
+    plan: Plan,
+    target: Plan,
+    costs: PlanCosts,
+    constraint: Topology,
+    share: float,
+    deadline: float,
+    fixed: Collection[TableKey],
+) -> tuple[Plan, dict[TableKey, float]] | None:
+    """The target and its gains, if it is faster by enough than what single changes reached.
+
+    Towers, tables that it would start to replicate, and those whose change gains nothing stay as they are.
+    """
+    stay = {key for key, wanted in target.items() if key in fixed or _replicates(plan[key], wanted)}
+    whole = {key: plan[key] if key in stay else wanted for key, wanted in target.items()}
+    if not _fits(whole, constraint):
+        return None
+    step, reached = _step_ms(whole, costs), _step_ms(improved, costs)
+    if not reached - step > share * reached:
+        return None
+    for key in _differing(plan, whole):
+        if time.monotonic() > deadline:
+            break
+        trial = {**whole, key: plan[key]}
+        if _fits(trial, constraint) and _step_ms(trial, costs) <= step:
+            whole = trial
+    changed = _differing(plan, whole)
+    gain = _step_ms(plan, costs) - _step_ms(whole, costs)
+    return whole, {key: gain / len(changed) for key in changed}
+
+
+def _replicates(option: ShardingOption, wanted: ShardingOption) -> bool:
+    """Whether a change would start to replicate a table: a change of kind breaks checkpoints."""
+    kind = ShardingType.DATA_PARALLEL.value
+    return bool(wanted.sharding_type == kind != option.sharding_type)
 
 
 def _restore(sharding: ParameterSharding, options: Sequence[ShardingOption], world: int) -> ShardingOption | None:
@@ -168,14 +279,13 @@ def _best_change(
     target: Plan,
     costs: PlanCosts,
     constraint: Topology,
-    min_gain: float,
     deadline: float,
     fixed: Collection[TableKey],
 ) -> tuple[TableKey, ShardingOption, float] | None:
-    """The single change on the slowest device that makes the step fall most, if by enough."""
+    """The single change on the slowest device that helps most, and the step after it."""
     cost = costs.breakdown(list(plan.values()))
-    step, device_ms = cost.step_ms, cost.device_ms
-    if step is None or device_ms is None:
+    device_ms = cost.device_ms
+    if device_ms is None:
         return None
     slowest = int(np.argmax(device_ms))
     on_it = (key for key, option in plan.items() if any(shard.rank == slowest for shard in option.shards))
@@ -183,9 +293,10 @@ def _best_change(
     costs.warm_up(plan[key] for key in here)
     here.sort(key=lambda key: (-costs.option_ms(plan[key]), key))
     best: tuple[TableKey, ShardingOption, float] | None = None
+    lowest = _height(cost)
     for key in here[:_MAX_TABLES]:
         trials = _moves(plan[key], slowest, device_ms, constraint)
-        if target[key].sharding_type != ShardingType.DATA_PARALLEL.value:  # a change of kind breaks checkpoints
+        if not _replicates(plan[key], target[key]):
             trials.append(target[key])
         for option in trials:
             if time.monotonic() > deadline:
@@ -193,25 +304,19 @@ def _best_change(
             trial = {**plan, key: option}
             if describe(option) == describe(plan[key]) or not _fits(trial, constraint):
                 continue
-            after = costs.breakdown(list(trial.values())).step_ms
-            gain = 0.0 if after is None else step - after
-            if gain > min_gain * step and (best is None or gain > best[2]):
-                best = (key, option, gain)
+            height = _height(costs.breakdown(list(trial.values())))
+            if height < lowest:
+                best, lowest = (key, option, height[0]), height
     return best
 
 
 def _moves(option: ShardingOption, slowest: int, device_ms: np.ndarray, constraint: Topology) -> list[ShardingOption]:
     """The option with its shard on the slowest device moved to one of the least loaded ranks that could hold it."""
-    if not lives_whole(option) or option.sharding_type == ShardingType.TABLE_COLUMN_WISE.value:
+    if not moves_freely(option):
         return []
     index = next(i for i, shard in enumerate(option.shards) if shard.rank == slowest)
     capacity = Ledger(constraint).capacity
     taken = {shard.rank for shard in option.shards}
     ranks = [int(r) for r in np.argsort(device_ms, kind="stable") if int(r) not in taken]
     roomy = [rank for rank in ranks if np.all(need_of(option.shards[index]) <= capacity[rank])]
-    moves = []
-    for rank in roomy[:_MAX_RANKS]:
-        (moved,) = snapshot([option])
-        moved.shards[index].rank = rank
-        moves.append(moved)
-    return moves
+    return [moved(option, index, rank) for rank in roomy[:_MAX_RANKS]]
