@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from planner_models import bag_collection, quiet_topology
+from planner_models import bag_collection, quiet_topology, sequence_collection
 from stand_in_agent import StandInAgent
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import BoundsCheckMode, CacheParams, KeyValueParams
 from torchrec.modules.embedding_configs import DataType
@@ -16,6 +19,7 @@ from torchrec_dreamshard.planner import DreamShardPlanner
 from torchrec_dreamshard.planner.enumerator import DreamShardEnumerator
 
 SHARDERS = [EmbeddingBagCollectionSharder()]
+NOTHING_RESERVED = FixedPercentageStorageReservation(0.0)
 OPTION_FIELDS = (
     "input_lengths batch_size cache_params cache_load_factor enforce_hbm stochastic_rounding bounds_check_mode "
     "dependency is_pooled is_weighted feature_names output_dtype key_value_params num_poolings partition_by"
@@ -128,3 +132,23 @@ def test_impossible_arguments_are_named(further, message):
     with pytest.raises(PlannerError, match=message):
         further = {"batch_size": 64, "stats": [], "agent": StandInAgent(), **further}
         DreamShardPlanner(quiet_topology(), **further).plan(bag_collection("meta"), SHARDERS)
+
+
+def test_weights_whose_caches_fit_no_device_leave_hbm():
+    model = bag_collection("meta", rows=(320_000,), dims=(16,))  # 20.5 MB; its cache takes 6.4 MB in one piece
+    whole = {"t0": ParameterConstraints(sharding_types=["table_wise"])}
+    topology = quiet_topology(4, "cuda", hbm_cap=6_300_000, ddr_cap=47_000_000)
+    planner = DreamShardPlanner(
+        topology, batch_size=1, constraints=whole, stats=[], agent=StandInAgent(), storage_reservation=NOTHING_RESERVED
+    )
+    assert planner.plan(model, SHARDERS).plan[""]["t0"].compute_kernel == "fused_uvm"
+
+
+def test_small_tables_with_large_buffers_are_split_by_rows():
+    model = nn.ModuleDict({"m": sequence_collection("meta", rows=(1952, 150_565), dim=128)})
+    topology = quiet_topology(2, "cuda", hbm_cap=43_382_613, ddr_cap=21_691_306)
+    planner = DreamShardPlanner(
+        topology, batch_size=4096, stats=[], agent=StandInAgent(), storage_reservation=NOTHING_RESERVED
+    )
+    plan = planner.plan(model, [EmbeddingCollectionSharder()]).plan["m"]
+    assert {sharding.sharding_type for sharding in plan.values()} == {"row_wise"}

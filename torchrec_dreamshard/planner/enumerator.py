@@ -132,19 +132,34 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         if self._world_size > 1 and self._is_short(options):
             self._short_of_room = largest_tables(self._facts, self._topology)
             options.extend(self._row_variants(options))
+            if self._is_short(options):  # small tables count too: buffers of big batches may outweigh their weights
+                self._short_of_room = largest_tables(self._facts, self._topology, share=0.0)
+                options.extend(self._row_variants(options))
+        if any(map(_is_cached, options)) and self._is_short(options, with_caches=True):
+            options.extend(self._uncached_variants(options))
         return sorted(options, key=option_order)
 
-    def _is_short(self, options: Sequence[ShardingOption]) -> bool:
-        """Whether memory may be too small for these options: the finest of each table do not pack easily."""
+    def _is_short(self, options: Sequence[ShardingOption], *, with_caches: bool = False) -> bool:
+        """Whether memory may be too small for these options: the finest of each table do not pack easily.
+
+        Options in unified memory count with their caches, or not at all. Tables of a tower share a host, evenly.
+        """
         memory = "ddr" if self._compute_device == "cpu" else "hbm"
         finest: dict[tuple[str, str], list[int]] = {}
-        for option in (o for o in options if "uvm" not in o.compute_kernel):
+        towers: dict[str, int] = {}
+        for option in (o for o in options if with_caches or "uvm" not in o.compute_kernel):
             sizes = [int(getattr(shard.storage, memory, 0)) for shard in option.shards]
             key = (option.path, option.name)
             finest[key] = min(finest.get(key, sizes), sizes, key=max)
+            if option.module_type_key.rsplit(".", 1)[-1] in _TOWERS:
+                towers[option.path] = self._local_world_size
+        pieces = [size for (path, _), sizes in finest.items() if path not in towers for size in sizes]
+        for path, devices in towers.items():
+            whole = sum(sum(sizes) for key, sizes in finest.items() if key[0] == path)
+            pieces.extend([math.ceil(whole / devices)] * devices)
         rooms = [-PACKED_SHARE * getattr(device.storage, memory) for device in self._topology.devices]
         heapq.heapify(rooms)
-        for size in sorted((size for sizes in finest.values() for size in sizes), reverse=True):
+        for size in sorted(pieces, reverse=True):
             if -rooms[0] < size:
                 return True
             heapq.heapreplace(rooms, rooms[0] + size)
@@ -263,8 +278,6 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         if facts is None or (constraint and constraint.compute_kernels):
             return kernels
         wanted = [k for k in kernels if facts.wants_host_memory or "uvm" not in k]
-        if facts.wants_no_cache:
-            return wanted or kernels
         return [k for k in wanted if not k.endswith("_uvm") or k + "_caching" not in wanted] or kernels
 
     def _explain(self, error: Exception) -> str:
@@ -327,8 +340,8 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         present = {(o.path, o.name, o.sharding_type, o.compute_kernel) for o in options}
         variants = []
         for option in options:
-            if option.name not in self._short_of_room:
-                continue
+            if option.name not in self._short_of_room or option.sharding_type == ShardingType.DATA_PARALLEL.value:
+                continue  # a replicated table's dense kernel is its own
             sharder = self._sharder_map[option.module_type_key]
             offered = sharder.sharding_types(self._compute_device)
             for kind in self._filter_sharding_types(option.name, offered, option.module_type_key):
@@ -337,6 +350,24 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
                 if kind in _ROW_TYPES and key not in present and option.compute_kernel in kernels:
                     variants.append(self._with_rows(option, kind))
                     present.add(key)
+        self.populate_estimates(variants)
+        return variants
+
+    def _uncached_variants(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
+        """Cached options again without their caches, where the user leaves the kernel free."""
+        variants = []
+        for option in options:
+            constraint = (self._constraints or {}).get(option.name)
+            kernel = option.compute_kernel.removesuffix("_caching")
+            offered = self._sharder_map[option.module_type_key].compute_kernels(
+                option.sharding_type, self._compute_device
+            )
+            if not _is_cached(option) or (constraint and constraint.compute_kernels) or kernel not in offered:
+                continue
+            variant = copy.copy(option)
+            variant.compute_kernel = kernel
+            variant.shards = [Shard(size=shard.size, offset=shard.offset) for shard in option.shards]
+            variants.append(variant)
         self.populate_estimates(variants)
         return variants
 
@@ -361,6 +392,10 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         if populate:
             self.populate_estimates([variant])
         return variant
+
+
+def _is_cached(option: ShardingOption) -> bool:
+    return option.compute_kernel.endswith("_uvm_caching")
 
 
 def _widths(dim: int, floor: int) -> list[int]:

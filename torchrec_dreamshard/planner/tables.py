@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import ModuleSharder, ShardingType
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from torchrec_dreamshard.planner.adapter import shardable_modules, table_configs
 
 LARGE_SHARE = 0.5
 """A table larger than this share of a device leaves little room for others: ways to split it are offered."""
-CACHED_SHARE = 0.25  # of the weights: what caches of TorchRec's default size and the optimizer take in HBM
 SHORT_SHARE = 0.8
 """Above this share of all HBM, unified-memory kernels are offered."""
 GAP_SHARE = 0.05
@@ -49,8 +48,6 @@ class TableFacts:
     wants_replicas: bool
     wants_host_memory: bool
     """Unified memory, with a cache in HBM."""
-    wants_no_cache: bool
-    """Unified memory without one: even the caches crowd HBM."""
 
 
 def describe_tables(
@@ -94,6 +91,16 @@ def describe_tables(
 
     host_room = max(sum(room[i : i + topology.intra_group_size]) for i in range(0, world, topology.intra_group_size))
     crowded = {n for names in towers.values() if sum(raw[n][3] for n in names) > SHORT_SHARE * host_room for n in names}
+    # constrained to types that may leave it whole on one device, which cannot hold it
+    confined = {
+        n
+        for n, t in raw.items()
+        if t[3] > SHORT_SHARE * largest
+        and constraints
+        and n in constraints
+        and constraints[n].sharding_types
+        and ShardingType.ROW_WISE.value not in constraints[n].sharding_types
+    }
 
     def hungriest(names: list[str], key: int) -> set[str]:
         return set(sorted(names, key=lambda name: (-raw[name][key], name))[:quota])
@@ -116,20 +123,20 @@ def describe_tables(
             is_dominant=load > mean_load or name in big,
             wants_rows=world > 1 and name in by_rows,
             wants_replicas=name in replicas,
-            wants_no_cache=not on_host and CACHED_SHARE * total_bytes > sum(room),
-            wants_host_memory=not on_host and (short or name in crowded or num_bytes > LARGE_SHARE * sum(room)),
+            wants_host_memory=not on_host
+            and (short or name in crowded or name in confined or num_bytes > LARGE_SHARE * sum(room)),
         )
         for name, (rows, dim, features, num_bytes, load) in raw.items()
     }
 
 
-def largest_tables(facts: Mapping[str, TableFacts], topology: Topology) -> frozenset[str]:
-    """Names of tables large enough to leave gaps between them where memory is short.
+def largest_tables(facts: Mapping[str, TableFacts], topology: Topology, share: float = GAP_SHARE) -> frozenset[str]:
+    """Names of tables of more than a share of a device: large enough to leave gaps where memory is short.
 
     No more than their row-wise options stay within ``MAX_UNIFORM_SHARDS``.
     """
     on_host = topology.compute_device == "cpu"
     room = max(device.storage.ddr if on_host else device.storage.hbm for device in topology.devices)
-    large = [name for name, table in facts.items() if table.num_bytes > GAP_SHARE * room]
+    large = [name for name, table in facts.items() if table.num_bytes > share * room]
     large.sort(key=lambda name: (-facts[name].num_bytes, name))
     return frozenset(large[: max(1, MAX_UNIFORM_SHARDS // topology.world_size)])
