@@ -132,12 +132,19 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         if self._world_size > 1 and self._is_short(options):
             self._short_of_room = largest_tables(self._facts, self._topology)
             options.extend(self._row_variants(options))
-            if self._is_short(options):  # small tables count too: buffers of big batches may outweigh their weights
+            if self._weights_fit() and self._is_short(options):
+                # small tables count too: buffers of big batches may outweigh their weights
                 self._short_of_room = largest_tables(self._facts, self._topology, share=0.0)
                 options.extend(self._row_variants(options))
         if any(map(_is_cached, options)) and self._is_short(options, with_caches=True):
             options.extend(self._uncached_variants(options))
         return sorted(options, key=option_order)
+
+    def _weights_fit(self) -> bool:
+        """Whether all weights fit on all devices together: otherwise no split helps, and host memory must."""
+        memory = "ddr" if self._compute_device == "cpu" else "hbm"
+        rooms = sum(getattr(device.storage, memory) for device in self._topology.devices)
+        return bool(sum(table.num_bytes for table in self._facts.values()) <= rooms)
 
     def _is_short(self, options: Sequence[ShardingOption], *, with_caches: bool = False) -> bool:
         """Whether memory may be too small for these options: the finest of each table do not pack easily.
@@ -395,7 +402,7 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
 
 
 def _is_cached(option: ShardingOption) -> bool:
-    return option.compute_kernel.endswith("_uvm_caching")
+    return str(option.compute_kernel).endswith("_uvm_caching")
 
 
 def _widths(dim: int, floor: int) -> list[int]:
