@@ -10,7 +10,6 @@ options is the same in every process.
 from __future__ import annotations
 
 import copy
-import heapq
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +31,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_dreamshard.planner.adapter import shardable_modules
 from torchrec_dreamshard.planner.optimizers import state_bytes
+from torchrec_dreamshard.planner.room import TOWERS, is_short, weights_fit
 from torchrec_dreamshard.planner.tables import TableFacts, describe_tables, largest_tables
 
 TYPE_ORDER: tuple[str, ...] = (
@@ -51,12 +51,8 @@ KERNEL_ORDER: tuple[str, ...] = ("fused", "dense", "quant", "fused_uvm_caching",
 MIN_COLUMNS = 16
 """Columns below which an unconstrained table is not split: narrower rows waste the memory's lines."""
 
-PACKED_SHARE = 0.75
-"""Share of memory that tables are sure to find after reservations and with gaps between them."""
-
 _SEQUENCE_SUFFIX = "EmbeddingCollection"
 _BAG_COLLECTION = "torchrec.modules.embedding_modules.EmbeddingBagCollection"
-_TOWERS = ("EmbeddingTower", "EmbeddingTowerCollection")  # few types are left to them: all are offered
 _ROW_TYPES = frozenset({ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value})
 _COLUMN_TYPES = frozenset({ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value})
 
@@ -129,48 +125,16 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         except (RuntimeError, ValueError) as error:
             raise PlannerError(self._explain(error), PlannerErrorType.STRICT_CONSTRAINTS) from error
         options = self._vary_columns(self._couple_sequence_widths(options))
-        if self._world_size > 1 and self._is_short(options):
+        if self._world_size > 1 and is_short(options, self._topology):
             self._short_of_room = largest_tables(self._facts, self._topology)
             options.extend(self._row_variants(options))
-            if self._weights_fit() and self._is_short(options):
+            if weights_fit(self._facts, self._topology) and is_short(options, self._topology):
                 # small tables count too: buffers of big batches may outweigh their weights
                 self._short_of_room = largest_tables(self._facts, self._topology, share=0.0)
                 options.extend(self._row_variants(options))
-        if any(map(_is_cached, options)) and self._is_short(options, with_caches=True):
+        if any(map(_is_cached, options)) and is_short(options, self._topology, with_caches=True):
             options.extend(self._uncached_variants(options))
         return sorted(options, key=option_order)
-
-    def _weights_fit(self) -> bool:
-        """Whether all weights fit on all devices together: otherwise no split helps, and host memory must."""
-        memory = "ddr" if self._compute_device == "cpu" else "hbm"
-        rooms = sum(getattr(device.storage, memory) for device in self._topology.devices)
-        return bool(sum(table.num_bytes for table in self._facts.values()) <= rooms)
-
-    def _is_short(self, options: Sequence[ShardingOption], *, with_caches: bool = False) -> bool:
-        """Whether memory may be too small for these options: the finest of each table do not pack easily.
-
-        Options in unified memory count with their caches, or not at all. Tables of a tower share a host, evenly.
-        """
-        memory = "ddr" if self._compute_device == "cpu" else "hbm"
-        finest: dict[tuple[str, str], list[int]] = {}
-        towers: dict[str, int] = {}
-        for option in (o for o in options if with_caches or "uvm" not in o.compute_kernel):
-            sizes = [int(getattr(shard.storage, memory, 0)) for shard in option.shards]
-            key = (option.path, option.name)
-            finest[key] = min(finest.get(key, sizes), sizes, key=max)
-            if option.module_type_key.rsplit(".", 1)[-1] in _TOWERS:
-                towers[option.path] = self._local_world_size
-        pieces = [size for (path, _), sizes in finest.items() if path not in towers for size in sizes]
-        for path, devices in towers.items():
-            whole = sum(sum(sizes) for key, sizes in finest.items() if key[0] == path)
-            pieces.extend([math.ceil(whole / devices)] * devices)
-        rooms = [-PACKED_SHARE * getattr(device.storage, memory) for device in self._topology.devices]
-        heapq.heapify(rooms)
-        for size in sorted(pieces, reverse=True):
-            if -rooms[0] < size:
-                return True
-            heapq.heapreplace(rooms, rooms[0] + size)
-        return False
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """TorchRec's estimates, with the optimizer's state as FBGEMM keeps it."""
@@ -249,7 +213,7 @@ class DreamShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             allowed = [kind for kind in allowed if kind != ShardingType.DATA_PARALLEL.value]
         types = sorted(super()._filter_sharding_types(name, allowed, sharder_key), key=_rank_in(TYPE_ORDER))
         facts = self._facts.get(name)
-        if constrained or facts is None or sharder_key.rsplit(".", 1)[-1] in _TOWERS:
+        if constrained or facts is None or sharder_key.rsplit(".", 1)[-1] in TOWERS:
             return types
         if facts.dim % 4:  # not even data-parallel, which runs without the fused optimizer: the user decides
             types = [kind for kind in types if kind != ShardingType.DATA_PARALLEL.value]
