@@ -300,20 +300,23 @@ def test_nonnegative_least_squares_meets_the_optimality_conditions():
         assert (x >= 0).all() and (gradient > -1e-3).all() and np.abs(gradient[x > 0]).max() < 1e-3
 
 
+def term_report(mape, weighted, prior):
+    return TermReport(
+        num_values=50,
+        mape=mape,
+        rank_correlation=0.9,
+        weighted_error=weighted,
+        prior_mape=prior,
+        prior_weighted_error=prior,
+    )
+
+
 @pytest.mark.parametrize(
     ("mape", "weighted", "ready"),
     [(0.2, 0.2, False), (0.2, 0.1, False), (0.1, 0.2, False), (0.2, 0.045, True), (0.1, 0.1, True)],
 )
 def test_worse_than_the_prior_on_balance_is_not_ready(mape, weighted, ready):
-    term = TermReport(
-        num_values=50,
-        mape=mape,
-        rank_correlation=0.9,
-        weighted_error=weighted,
-        prior_mape=0.1,
-        prior_weighted_error=0.1,
-    )
-    assert (doubts({"compute_ms": term}) == "") == ready
+    assert (doubts({"compute_ms": term_report(mape, weighted, prior=0.1)}) == "") == ready
 
 
 def test_links_between_hosts_are_priced_though_never_seen(fitted):
@@ -328,14 +331,7 @@ def test_links_between_hosts_are_priced_though_never_seen(fitted):
 
 def test_a_small_error_is_no_excuse_but_an_exact_fit_is():
     def term(error):
-        return TermReport(
-            num_values=50,
-            mape=error,
-            rank_correlation=0.9,
-            weighted_error=error,
-            prior_mape=0.001,
-            prior_weighted_error=0.001,
-        )
+        return term_report(error, error, prior=0.001)
 
     assert "worse" in doubts({"compute_ms": term(0.015)})
     assert doubts({"compute_ms": term(0.004)}) == ""

@@ -69,16 +69,18 @@ def test_bags_of_every_type(is_weighted):
     run_ranks(bags, WORLD, BAG_TYPES, is_weighted)
 
 
+def compare_kinds(rank, kinds, names, make_module, configs, sharder):
+    """All tables of one module as each kind in turn."""
+    for kind in kinds:
+        wanted = dict.fromkeys(names, kind)
+        types = compare_with_unsharded(rank, lambda: [make_module()], [configs], [sharder], constrain(wanted))
+        assert types == wanted
+
+
 def processed(rank):
-    for kind in ("table_wise", "column_wise", "table_column_wise"):
-        types = compare_with_unsharded(
-            rank,
-            lambda: [feature_processed(dims=(16, 16, 32, 8))],
-            [bag_configs(dims=(16, 16, 32, 8))],
-            [processed_sharder()],
-            constrain(dict.fromkeys(NAMES, kind)),
-        )
-        assert types == dict.fromkeys(NAMES, kind)
+    dims = (16, 16, 32, 8)
+    kinds = ("table_wise", "column_wise", "table_column_wise")
+    compare_kinds(rank, kinds, NAMES, lambda: feature_processed(dims=dims), bag_configs(dims=dims), processed_sharder())
 
 
 @pytest.mark.distributed
@@ -88,15 +90,7 @@ def test_feature_processed_bags_of_every_type():
 
 def sequences(rank):
     names = ("s0", "s1", "s2")
-    for kind in SEQUENCE_TYPES:
-        types = compare_with_unsharded(
-            rank,
-            lambda: [sequence_collection()],
-            [sequence_configs()],
-            [sequence_sharder()],
-            constrain(dict.fromkeys(names, kind)),
-        )
-        assert types == dict.fromkeys(names, kind)
+    compare_kinds(rank, SEQUENCE_TYPES, names, sequence_collection, sequence_configs(), sequence_sharder())
 
 
 @pytest.mark.distributed

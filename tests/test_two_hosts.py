@@ -50,7 +50,10 @@ def test_two_launchers_share_the_samples(tmp_path):
     assert sorted(samples) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.skipif(not _may_isolate(), reason="needs user and network namespaces (unshare, ip)")
+@pytest.mark.skipif(
+    not _may_isolate(),
+    reason="two hosts on one machine need user and network namespaces (unshare, ip), which this one does not allow",
+)
 def test_hosts_of_an_exchange_are_told_apart(tmp_path):
     store = tmp_path / "s.jsonl"
     command = [sys.executable, TWO_HOSTS, "--", *PROFILE, "--comms", "--num-samples", "2", "--out", str(store)]
